@@ -316,7 +316,7 @@ async def test_without_a_target_of_results_nobody_is_told() -> None:
 async def test_a_source_that_was_made_anew_ends_a_relay(monkeypatch: pytest.MonkeyPatch) -> None:
     broker = Listed()
     asyncio.get_running_loop().call_later(0.1, setattr, broker, "name", "2")
-    with pytest.raises(port.NotThere, match="was made anew"):
+    with pytest.raises(port.NotThere, match="was created again"):
         await relayed(broker, Daemon(), lambda: False, retention_every_s=0.05)
 
 
@@ -324,7 +324,7 @@ async def test_a_relay_ends_though_cancellations_are_lost(monkeypatch: pytest.Mo
     monkeypatch.setattr(port, "_CANCEL_AGAIN_S", 0.05)
     broker = Listed(loses_cancellations=2)
     asyncio.get_running_loop().call_later(0.1, setattr, broker, "name", "2")
-    with pytest.raises(port.NotThere, match="was made anew"):
+    with pytest.raises(port.NotThere, match="was created again"):
         await relayed(broker, Daemon(), lambda: False, retention_every_s=0.05)
     assert broker.loses_cancellations == 0
 
@@ -337,7 +337,7 @@ async def test_what_is_due_is_never_published_from_a_source_that_was_made_anew()
         daemon.due.append(tarry.DeliveryId(1, 4, None, 5_000, 0))
 
     asyncio.get_running_loop().call_later(0.1, is_made_anew)
-    with pytest.raises(port.NotThere, match="was made anew"):
+    with pytest.raises(port.NotThere, match="was created again"):
         await relayed(broker, daemon, lambda: False)
     assert (broker.published, daemon.acknowledged) == ([], [])
 

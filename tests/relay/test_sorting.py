@@ -205,7 +205,7 @@ def test_a_header_of_the_relay_that_stands_twice_makes_a_bad_message() -> None:
     for name in HEADERS:
         message = port.Message({"delay": "1s", name: "1s"}, b"", frozenset({name}), SENT_MS)
         asked = sorter().sort(port.Read(1, 2, message, "lane"))
-        assert (asked.step, asked.reason) == (Step.BAD, f"header {name} stands twice")
+        assert (asked.step, asked.reason) == (Step.BAD, f"header {name} occurs twice")
     own = port.Message({"delay": "1s", "tag": "a"}, b"", frozenset({"tag"}))
     assert sorter().sort(port.Read(1, 2, own, "lane")).step is Step.READ
 

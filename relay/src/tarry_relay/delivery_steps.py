@@ -24,7 +24,7 @@ class Work(enum.Enum):
     ADD = "add it to Tarry"
     ADD_LATE = "add it to Tarry for this subscription"
     COMPARE = "compare the name it gives with the message at its position"
-    NACK = "hand it back to Tarry"
+    NACK = "negatively acknowledge it to Tarry"
     AWAIT = "wait until what it names is committed"
     WITHDRAW = "cancel or reschedule what it names in Tarry"
     PRODUCE = "publish it to its target"

@@ -75,7 +75,8 @@ class FormerGenerations:
         relay = self._settings.relay
         generation = topic.removeprefix(relay.topic_of(""))
         reason = (
-            f"payload gone: source {self._settings.source.name} was made anew, and this was in generation {generation}"
+            f"payload gone: source {self._settings.source.name} was created again, and this was in generation "
+            f"{generation}"
         )
         rejected = 0
         async with self._client.subscribe(topic, relay.subscription, permits=relay.permits) as subscription:
@@ -88,5 +89,6 @@ class FormerGenerations:
             return
         self._metrics.lost.inc(dead_letters)
         log.error(
-            "the source was made anew, and what waited is gone", extra={"topic": topic, "dead_letters": dead_letters}
+            "the source was created again, and its waiting messages are gone",
+            extra={"topic": topic, "dead_letters": dead_letters},
         )

@@ -190,9 +190,7 @@ class KafkaBroker:
         try:
             settings = await self._topics.settings(name)
         except Untold as error:
-            text = (
-                f"{error}, so nothing says how long it keeps messages; give the relay's user the right DescribeConfigs"
-            )
+            text = f"{error}, so it is unknown how long it keeps messages; grant the relay's user DescribeConfigs"
             return None, [port.Finding("settings", port.Grade.WARNING, text)]
         return settings, kafka_judgement.findings_of_source(name, settings)
 
@@ -203,9 +201,9 @@ class KafkaBroker:
         try:
             partitions = await self._topics.partitions(topic)
         except port.NotThere:
-            return port.Finding(name, port.Grade.MISSING, f"topic {topic}: does not exist; make it")
+            return port.Finding(name, port.Grade.MISSING, f"topic {topic}: does not exist; create it")
         except Untold as error:
-            text = f"{error}, so nothing says whether it exists; give the relay's user the right Describe"
+            text = f"{error}, so it is unknown whether it exists; grant the relay's user Describe"
             return port.Finding(name, port.Grade.WARNING, text)
         return port.Finding(name, port.Grade.OK, f"topic {topic}: has {partitions} partitions")
 
@@ -654,7 +652,7 @@ class KafkaReader:
         if error.code() == _NO_OFFSET and not is_stale:
             self._begin(event)
         elif error.code() in (_NO_OFFSET, KafkaError._MAX_POLL_EXCEEDED):
-            log.warning("Kafka says", extra={"topic": self._topic, "error": error.str()})
+            log.warning("Kafka reports", extra={"topic": self._topic, "error": error.str()})
         else:
             self._trouble = kafka_answers.told(error)
             raise kafka_answers.failure(error, f"topic {self._topic}: ")

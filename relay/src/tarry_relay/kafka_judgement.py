@@ -91,7 +91,7 @@ def findings_of_source(topic: str, settings: Mapping[str, str]) -> Sequence[Find
 def _finding_of_size(topic: str, settings: Mapping[str, str]) -> Finding:
     size = _number(settings, "retention.bytes")
     if size is None:
-        unknown = f"topic {topic}: retention.bytes is not told; make sure that it is -1"
+        unknown = f"topic {topic}: retention.bytes is unknown; make sure that it is -1"
         return Finding("size", Grade.WARNING, unknown)
     text = f"topic {topic}: retention.bytes is {size}"
     if size >= 0:
@@ -102,7 +102,7 @@ def _finding_of_size(topic: str, settings: Mapping[str, str]) -> Finding:
 
 def _finding_of_elections(topic: str, settings: Mapping[str, str]) -> Finding:
     name = "unclean.leader.election.enable"
-    text = f"topic {topic}: {name} is {settings.get(name) or 'not told'}"
+    text = f"topic {topic}: {name} is {settings.get(name) or 'unknown'}"
     if settings.get(name) == "false":
         return Finding("elections", Grade.OK, text)
     lost = f"{text}, so it may lose its end and give its offsets again; set it to false"

@@ -444,7 +444,7 @@ class NatsClient:
                 each.fail(self._denied())
 
     def _denied(self) -> Failed:
-        return Failed(nats_answers.DENIED, f"NATS says {self._said}: give the relay's user that permission")
+        return Failed(nats_answers.DENIED, f"NATS reports {self._said}: grant the relay's user that permission")
 
     def _end(self) -> None:
         last = self._connection.last_error or nats.errors.ConnectionClosedError()
@@ -519,7 +519,7 @@ class NatsClient:
         The call raises Failed once `timeout_s` has passed since the request was sent, and SessionOver.
         """
         if self._deaf:
-            raise Failed(nats_answers.DENIED, f"NATS says {self._deaf}: give the relay's user that permission")
+            raise Failed(nats_answers.DENIED, f"NATS reports {self._deaf}: grant the relay's user that permission")
         number = str(next(self._numbers))
         with self._watching(subject) as answers:
             self._asked[number] = answers

@@ -101,7 +101,7 @@ def position_of(text: str) -> tuple[int, int]:
 def position_fault(ledger_id: int, entry_id: int) -> str:
     """Return the reason why (ledger, entry) cannot be a position of a stream; empty if it can."""
     if ledger_id != _LEDGER:
-        return f"ledger {ledger_id} is none of a NATS stream, which has ledger {_LEDGER} alone"
+        return f"ledger is {ledger_id}; a NATS stream has only ledger {_LEDGER}"
     if not 1 <= entry_id < 2**64:
         return f"entry {entry_id} is no stream sequence, which is a whole number from 1"
     return ""
@@ -163,7 +163,7 @@ def judge_target(subject: str, stream: str, config: Mapping[str, Any]) -> Findin
         return Finding("target", Grade.WARNING, f"{what} has interest retention, so it {dropped}")
     window_s = _number(config, "duplicate_window") / 1e9
     if window_s <= 0:
-        twice = "a message is there twice after a failure; set a duplicate_window longer than an outage may last"
+        twice = "a message is published twice after a failure; set a duplicate_window longer than an outage may last"
         return Finding("target", Grade.WARNING, f"{what} has no duplicate_window, so {twice}")
     if unsafe := durability(what, config):
         return Finding("target", Grade.WARNING, unsafe[0].text)

@@ -75,7 +75,7 @@ def one_for_each(answers: object, rows: int, kind: type[T]) -> list[T]:
 def must_be_same(log: str, generation: str, now: str) -> None:
     """Compare a log's generation with its former one. Raises NotThere if it is another one."""
     if now != generation:
-        raise NotThere(f"{log} was made anew: its generation is {now} now, and was {generation}")
+        raise NotThere(f"{log} was created again: its generation is {now} now, and was {generation}")
 
 
 # Messages

@@ -465,7 +465,9 @@ class RedisReader:
             generation = await self._log.first_generation()
             self._group = self.group_of(generation)
             if not await self._join([self._stream], [f"{_GENERATION_PREFIX}{generation}", self._group]):
-                raise port.NotThere(f"key {self._stream}: was deleted or made anew; its generation was {generation}")
+                raise port.NotThere(
+                    f"key {self._stream}: was deleted or created again; its generation was {generation}"
+                )
         self._has_group = True
 
     async def _group_read(self, after: str, rows_max: int, block_ms: int | None) -> Entries:

@@ -88,7 +88,7 @@ def position_of(text: str) -> tuple[int, int]:
 def message_fault(fields: Sequence[tuple[bytes, bytes]]) -> str:
     """Return the reason why a message with these fields cannot be published; empty if it can."""
     if len(fields) > FIELDS_MAX:
-        return f"the message has {len(fields)} fields; Redis takes at most {FIELDS_MAX} beside those of the relay"
+        return f"the message has {len(fields)} fields; Redis takes at most {FIELDS_MAX} besides those of the relay"
     return ""
 
 
@@ -118,8 +118,8 @@ def finding_of_key(name: str, key: str, kind: str, *, is_made: bool = True) -> F
         text = f"key {key}: is a {kind}, not a stream; rename it, or take another name"
         return Finding(name, Grade.WRONG, text)
     if is_made:
-        return Finding(name, Grade.OK, f"key {key}: does not exist; the relay makes it")
-    return Finding(name, Grade.MISSING, f"key {key}: does not exist; its first XADD makes it")
+        return Finding(name, Grade.OK, f"key {key}: does not exist; the relay creates it")
+    return Finding(name, Grade.MISSING, f"key {key}: does not exist; its first XADD creates it")
 
 
 def finding_of_ttl(name: str, key: str, pttl_ms: int, grade: Grade) -> Finding:
@@ -138,7 +138,7 @@ def finding_of_eviction(key: str, policy: str | None) -> Finding:
     """
     advice = "set maxmemory-policy noeviction"
     if policy is None:
-        text = f"key {key}: Redis does not tell maxmemory_policy; allow INFO, and {advice}"
+        text = f"key {key}: Redis withholds maxmemory_policy; allow INFO, and {advice}"
         return Finding("eviction", Grade.WARNING, text)
     if policy == "noeviction":
         return Finding("eviction", Grade.OK, f"key {key}: maxmemory_policy is noeviction")
@@ -180,7 +180,7 @@ def finding_of_size(key: str, look: Look | None) -> Finding:
     Redis does not report how producers trim a stream (`MAXLEN`, `MINID` of XADD), so only a loss shows it. A loss since
     the look before is wrong, once, because the next look has other samples. A loss before the first look is a warning.
     """
-    advice = "let nobody trim what is not delivered, or set source.accept = ['size']"
+    advice = "trim nothing that is not delivered, or set source.accept = ['size']"
     if look is None:
         return Finding("size", Grade.OK, f"key {key}: no relay has read it yet")
     for sample in look.samples:
@@ -205,7 +205,7 @@ def finding_of_size(key: str, look: Look | None) -> Finding:
 def findings_of_server(info: Mapping[str, Any] | None, appendfsync: str | None) -> list[Finding]:
     """Judge durability and role by INFO and by CONFIG GET appendfsync; None means that Redis withholds it."""
     if info is None:
-        text = "Redis refuses INFO, so nobody knows if a crash loses entries; allow INFO"
+        text = "Redis refuses INFO, so it is unknown if a crash loses entries; allow INFO"
         return [Finding("durability", Grade.WARNING, text)]
     found = [_finding_of_durability(info.get("aof_enabled"), appendfsync)]
     # Redis 7 and later also check it for scripts.

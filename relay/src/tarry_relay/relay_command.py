@@ -78,7 +78,7 @@ def main() -> None:
 
 
 _settings_file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-_as_json = click.option("--json", "as_json", is_flag=True, help="JSON, for programs.")
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 
 
 @main.command(short_help="Relay until SIGTERM or SIGINT.")

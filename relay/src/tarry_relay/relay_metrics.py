@@ -37,7 +37,7 @@ class RelayMetrics:
             "Messages published and confirmed; step: fetched (they were due), direct, a result, bad or bare.",
             "step",
         )
-        self.returned = counter("returned", "Messages of the retry log that were handed back to Tarry.")
+        self.returned = counter("returned", "Messages of the retry log that were negatively acknowledged to Tarry.")
         self.returned_early = counter(
             "returned_early", "Messages of the retry log that came back before this relay had acknowledged them."
         )
@@ -102,7 +102,7 @@ class _UnderWay:
         self._metrics = metrics
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        under_way = GaugeMetricFamily("tarry_relay_messages", "Messages that are under way, by step.", labels=["step"])
+        under_way = GaugeMetricFamily("tarry_relay_messages", "Messages in flight, by step.", labels=["step"])
         for step in TABLE:
             under_way.add_metric([step.name.lower()], self._metrics.passage.count(step))
         yield under_way

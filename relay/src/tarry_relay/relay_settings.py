@@ -399,7 +399,7 @@ def _check(settings: Settings) -> None:
         raise SettingsError(f"retry.name is {source.name!r}, which is the source: take another stream")
     for field, name in settings.targets_by_field().items():
         if name in settings.read_names:
-            raise SettingsError(f"{field} is {name!r}, which the relay reads itself: what it publishes would go round")
+            raise SettingsError(f"{field} is {name!r}, which the relay reads itself: what it publishes would circulate")
     if source.target is not None and not any(each.allows(source.target) for each in settings.targets):
         raise SettingsError(
             f"source.target is {source.target!r}, which none of targets allows: if it is not misspelt, add [[targets]] "

@@ -158,10 +158,10 @@ class RetentionGuard:
                 subscription=self._settings.relay.subscription,
                 dead_letter=True,
             )
-            log.error("the source has dropped what waits", extra={"dead_letters": trimmed.dead_lettered})
+            log.error("the source has dropped waiting messages", extra={"dead_letters": trimmed.dead_lettered})
         elif cut:
             log.error(
-                "the source has dropped what waits, which becomes dead letters when it is due",
+                "the source has dropped waiting messages, which become dead letters when they are due",
                 extra={"ledgers": len(cut), "source": source.name},
             )
 
@@ -180,9 +180,9 @@ class RetentionGuard:
             self._is_trimmed = False
         name = self._settings.source.name
         if not self._is_trimmed:
-            return [Finding("size", Grade.OK, f"source {name}: nobody trims what waits")]
+            return [Finding("size", Grade.OK, f"source {name}: nothing that waits is trimmed")]
         text = (
-            f"source {name}: messages that wait in Tarry go: somebody trims it, such as XADD with MAXLEN. Trim nothing "
+            f"source {name}: messages that wait in Tarry are trimmed, for example by XADD with MAXLEN. Trim nothing "
             "that waits (`tarry retention` shows its lowest position), or name 'size' in source.accept"
         )
         return [Finding("size", Grade.WRONG, text)]

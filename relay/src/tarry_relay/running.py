@@ -231,7 +231,7 @@ class Relay:
         if message is None:
             return self._bad_item(read, lane, "the retry log had lost it when it was read")
         if name in message.repeated:
-            return self._bad_item(read, lane, f"header {name} stands twice")
+            return self._bad_item(read, lane, f"header {name} occurs twice")
         text = message.headers.get(name, "")
         try:
             delivery = tarry.DeliveryId.parse(text)
@@ -512,7 +512,7 @@ class Relay:
 
     def _fetched(self, item: MessageItem, message: port.Message | None) -> None:
         if message is None:
-            self._refuse(item, f"the source {self._settings.source.name} has it no more")
+            self._refuse(item, f"the source {self._settings.source.name} no longer has it")
             return
         try:
             item.target = self._sorting.target_of(message)

@@ -75,7 +75,7 @@ async def opened(settings: Settings) -> AsyncIterator[Ends]:
         if error.name is None or error.name.partition(".")[0] != library:
             raise
         raise SettingsError(
-            f"broker.kind is {kind!r}, whose library is not there: install tarry-relay[{kind}]"
+            f"broker.kind is {kind!r}, whose library is missing: install tarry-relay[{kind}]"
         ) from error
     async with adapter.opened(settings, settings.broker) as broker, relay_settings.client_of(settings.daemon) as client:
         yield Ends(broker, client)

@@ -105,14 +105,14 @@ class Sorting:
         """Return the target of a message. Raises Bad if it has none, or cannot be published at all."""
         name = self._headers.target
         if name in message.repeated:
-            raise Bad(f"header {name} stands twice")
+            raise Bad(f"header {name} occurs twice")
         target = message.headers.get(name, self._source.target)
         if target is None:
             raise Bad(f"header {name} is missing, and source.target is not set")
         if fault := self._names.target_fault(target):
             raise Bad(f"header {name} is {_shown(target)}: {fault}")
         if self._names.comes_back(target):
-            raise Bad(f"header {name} is {target!r}, which this relay reads itself: the message would go round")
+            raise Bad(f"header {name} is {target!r}, which this relay reads itself: the message would circulate")
         if self.setting_of(target) is None:
             raise Bad(f"header {name} is {_shown(target)}, which is none of the targets of this relay")
         if fault := self._names.message_fault(message):
@@ -130,7 +130,7 @@ class Sorting:
         """Raise Bad if one of the relay's headers occurs twice: the choice would be arbitrary."""
         for name in message.repeated:
             if name in msgspec.structs.astuple(self._headers):
-                raise Bad(f"header {name} stands twice")
+                raise Bad(f"header {name} occurs twice")
 
     def _withdrawal_of(self, message: port.Message, read: port.Read) -> Withdrawal | None:
         """Return the withdrawal of a message that names another one, or None. Raises Bad."""
@@ -162,14 +162,14 @@ def refuse_rounds(settings: Settings, names: port.Names) -> None:
         if names.comes_back(name):
             raise SettingsError(
                 f"{field} is {name!r}, which is read by this relay itself, as source or retry log: what is published "
-                "there would go round. Take another target, or let the source be read by another name"
+                "there would circulate. Take another target, or let the source be read by another name"
             )
     for index, target in enumerate(settings.targets):
         for own in names.own_targets():
             if target.pattern is not None and re.fullmatch(target.pattern, own):
                 raise SettingsError(
                     f"targets[{index}].pattern is {target.pattern!r}, which fits {own!r}: that is read by this relay "
-                    "itself, as source or retry log, and what is published there would go round. Narrow the pattern"
+                    "itself, as source or retry log, and what is published there would circulate. Narrow the pattern"
                 )
 
 

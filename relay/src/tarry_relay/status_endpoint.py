@@ -27,7 +27,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 is_healthy, body = self.metrics.health.body()
                 self._answer(200 if is_healthy else 503, "application/json", msgspec.json.encode(body))
             case other:
-                self._answer(404, "text/plain", f"{other} is not there; /metrics and /health are\n".encode())
+                self._answer(404, "text/plain", f"{other} is not served; /metrics and /health are\n".encode())
 
     def log_message(self, format: str, *args: object) -> None:
         """Log no requests."""

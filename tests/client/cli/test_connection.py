@@ -70,7 +70,7 @@ def test_what_takes_away_is_asked_for_first(
     no = run(*arguments, "--json", stdin="n\n")
     assert no.exit_code == output.EXIT_REFUSED
     assert question in no.stderr
-    assert "nothing is done" in no.stderr
+    assert "nothing was done" in no.stderr
     assert no.stdout == ""
     assert taking_away.count(method) == 0
     assert run(*arguments, stdin="y\n").exit_code == 0
@@ -81,7 +81,7 @@ def test_what_takes_away_is_asked_for_first(
 def test_without_anybody_to_ask_it_says_how_to_do_without(taking_away: FakeDaemon, run: Run) -> None:
     result = run("delete", "t", stdin="")
     assert result.exit_code == output.EXIT_INPUT
-    assert "nobody answers; --yes says that it is wanted" in result.stderr
+    assert "cannot ask for confirmation: standard input is closed; pass --yes" in result.stderr
     assert taking_away.calls == []
 
 
@@ -91,12 +91,12 @@ def test_without_anybody_to_ask_it_says_how_to_do_without(taking_away: FakeDaemo
         (grpc.StatusCode.NOT_FOUND, 1, "`tarry topics` and `tarry subscriptions TOPIC` list what exists"),
         (grpc.StatusCode.ALREADY_EXISTS, 1, "`tarry subscription update` changes it"),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, 1, "topic is wrong."),
-        (grpc.StatusCode.DATA_LOSS, 1, "has to be restored from a copy"),
+        (grpc.StatusCode.DATA_LOSS, 1, "must be restored from a copy"),
         (grpc.StatusCode.INVALID_ARGUMENT, 2, "topic is wrong."),
         (grpc.StatusCode.UNAVAILABLE, 3, "start it with `tarryd`, or name another with --address"),
         (grpc.StatusCode.UNKNOWN, 3, "repeating the command is safe"),
         (grpc.StatusCode.FAILED_PRECONDITION, 3, "The owner is another daemon"),
-        (grpc.StatusCode.DEADLINE_EXCEEDED, 3, "repeat it, with a longer --timeout"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, 3, "repeat it with a longer --timeout"),
         (grpc.StatusCode.INTERNAL, 1, "the daemon's log has more"),
         (
             grpc.StatusCode.UNAUTHENTICATED,
@@ -293,9 +293,9 @@ def test_tls_and_the_token_come_from_the_environment(guarded: FakeDaemon, tmp_pa
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ((), "If it runs, it may want TLS (--tls, --tls-ca) or a certificate"),
-        (("--tls",), "--tls-ca names the certificate of the authority that vouches for the daemon"),
-        (("--tls-ca", CA), "If it runs, it may want TLS (--tls, --tls-ca) or a certificate"),
+        ((), "If it runs, it may require TLS (--tls, --tls-ca) or a client certificate"),
+        (("--tls",), "Pass the certificate of the daemon's authority with --tls-ca"),
+        (("--tls-ca", CA), "If it runs, it may require TLS (--tls, --tls-ca) or a client certificate"),
         (("--tls-ca", CA, "--tls-server-name", "tarry.example"), "use that as --address, or --tls-server-name"),
     ],
 )
@@ -319,7 +319,7 @@ def test_a_daemon_without_tls_that_is_asked_with_it_is_told_apart(
     def story(seconds: float) -> None:
         result = run("topics", "--timeout", str(seconds), "--tls-ca", str(tmp_path / CA))
         assert result.exit_code == output.EXIT_UNREACHABLE
-        assert "It has no TLS there: leave out --tls" in result.stderr
+        assert "The port has no TLS: leave out the --tls" in result.stderr
 
     within_some_time(story)
 

@@ -187,6 +187,6 @@ def test_a_conflict_is_said_with_what_to_do(daemon: FakeDaemon, run: Run) -> Non
     def story(seconds: float) -> None:
         result = run("get", "t", "s", "--timeout", str(seconds))
         assert result.exit_code == output.EXIT_REFUSED
-        assert result.stderr == "tarry: s is open as KEY_SHARED. Nothing is done; try again when that is over.\n"
+        assert result.stderr == "tarry: s is open as KEY_SHARED. Nothing was done; try again when that is over.\n"
 
     within_some_time(story)

@@ -72,7 +72,7 @@ def test_pending_deletions_are_listed_with_what_was_said_below_how_many_there_ar
         ["1.9", "t", "schema storage", "3", "8", "offloaded ledger", "waiting", "2", output.time_text(20), "slow down"],
     ]
     assert result.stderr == (
-        f"tarry: 2,000 in flight, 4 of them under way, the oldest since {output.time_text(5)}; 3 given up; 6 held; "
+        f"tarry: 2,000 in flight, 4 of them begun, the oldest since {output.time_text(5)}; 3 given up; 6 held; "
         "1 ledger in use\n"
     )
     assert [each.page_size for each in with_deletions.requests("ListPendingDeletes")] == [1_000] * 2
@@ -146,8 +146,7 @@ def test_that_there_are_no_deletions_is_said(daemon: FakeDaemon, run: Run) -> No
     daemon.script("GetDeletionStats", answer(ledger_deletion_pb2.GetDeletionStatsResponse()))
     result = run("deletions", "list")
     assert result.stderr == (
-        "tarry: 0 in flight, 0 of them under way; 0 given up; 0 held; 0 ledgers in use\n"
-        "tarry: nothing is to be deleted\n"
+        "tarry: 0 in flight, 0 of them begun; 0 given up; 0 held; 0 ledgers in use\ntarry: no deletion is pending\n"
     )
     assert run("deletions", "dead", "t").stderr == "tarry: no deletion was given up, of these\n"
     assert run("deletions", "ended", "--json").stdout == ""
@@ -284,7 +283,7 @@ def test_what_was_given_up_is_forgotten_when_that_is_wanted(
     with_deletions: FakeDaemon, run: Run, chosen: tuple[str, ...], question: str
 ) -> None:
     refused = run("deletions", "purge", *chosen, stdin="n\n")
-    assert (refused.exit_code, refused.stderr) == (output.EXIT_REFUSED, f"{question}n\ntarry: nothing is done\n")
+    assert (refused.exit_code, refused.stderr) == (output.EXIT_REFUSED, f"{question}n\ntarry: nothing was done\n")
     assert with_deletions.count("PurgeDeadDeletes") == 0
     assert run("deletions", "purge", *chosen, stdin="y\n").stdout == "forgot 1 deletion\n"
     assert json.loads(run("deletions", "purge", *chosen, "--yes", "--json").stdout) == {"purged": 1}
@@ -359,7 +358,7 @@ def test_what_was_refused_is_told_by_the_exit_status(daemon: FakeDaemon, run: Ru
 def test_before_ledgers_are_deleted_someone_is_asked(daemon: FakeDaemon, run: Run) -> None:
     result = run("deletions", "record", "t", "--ledger", "1-1000", stdin="n\n")
     assert result.exit_code == output.EXIT_REFUSED
-    assert "Delete 1,000 ledgers of t, once it is verified that nobody uses them? [y/N]: " in result.stderr
+    assert "Delete 1,000 ledgers of t, once the daemon has verified that they are not in use? [y/N]: " in result.stderr
     assert daemon.calls == []
 
 

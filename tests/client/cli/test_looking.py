@@ -42,7 +42,7 @@ def test_topics_that_are_not_listed_are_counted(daemon: FakeDaemon, run: Run) ->
 
 def test_that_there_is_no_topic_is_said(daemon: FakeDaemon, run: Run) -> None:
     daemon.script("ListTopics", answer(inspect_pb2.ListTopicsResponse()))
-    assert "there are no topics; `tarry add` makes one" in run("topics").stderr
+    assert "there are no topics; `tarry add` creates one" in run("topics").stderr
     assert run("topics", "--json").stdout == ""
 
 
@@ -54,7 +54,7 @@ def test_stats_show_the_topic_and_its_subscriptions(daemon: FakeDaemon, run: Run
     shown = run("stats", "t").stdout
     assert {"ledgers\t12", "lowest position\t7:0"} <= set(shown.splitlines())
     assert "pending\t5\ndue\t8\n" in shown
-    assert {f"last due, at most\t{2**63} ms", "merges under way\t6"} <= set(shown.splitlines())
+    assert {f"last due, at most\t{2**63} ms", "merges in flight\t6"} <= set(shown.splitlines())
     assert "sub\t4\t3\t0" in shown
     parsed = json.loads(run("stats", "t", "--json").stdout)
     assert (parsed["pending"], parsed["subscriptions"][0]["backlog"]) == (5, 3)
@@ -139,7 +139,7 @@ def test_buckets_are_listed_and_what_is_in_none_is_counted(daemon: FakeDaemon, r
     assert (shown["loaded"], shown["level"], shown["index"], shown["state"]) == ("1/4", "2", "sub", "quarantined")
     assert dict(zip(names, first, strict=True))["index"] == "shared"
     assert result.stderr.splitlines() == [
-        "tarry: quarantined: bad checksum; `tarry stats t` says what to add again",
+        "tarry: quarantined: bad checksum; `tarry stats t` shows what to add again",
         "tarry: 7 rows of t in no sealed bucket yet",
     ]
     parsed = json.loads(run("buckets", "t", "--json").stdout.splitlines()[0])

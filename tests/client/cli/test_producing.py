@@ -280,8 +280,7 @@ def test_adding_to_a_topic_without_a_subscription_says_that_nobody_listens(daemo
     result = run("add", "t", "--ledger", "3", "--entries", "7", "--in", "1s", "--json")
     assert json.loads(result.stdout)["accepted"] == 1
     assert result.stderr == (
-        "tarry: nobody listens: t has no subscription, and what comes due waits for the first; "
-        "`tarry subscription create t NAME` makes it\n"
+        "tarry: t has no subscription: due rows wait for the first one; `tarry subscription create t NAME` creates it\n"
     )
 
 

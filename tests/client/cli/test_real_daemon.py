@@ -28,7 +28,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 def test_a_topic_lives_from_its_first_row_to_its_deletion(shell: Shell) -> None:
     added = shell.result("add flights --ledger 1 --entries 1-8 --in 1h --json")
     assert json.loads(added.stdout)["accepted"] == 8
-    assert "nobody listens: flights has no subscription" in added.stderr
+    assert "flights has no subscription" in added.stderr
     assert shell.parsed("stats flights")["due"] == 0
     assert shell.parsed("contains flights --ledger 1 --entries 0-9") == {
         "topic": "flights", "pending": [[1, 1, 8]], "due": []

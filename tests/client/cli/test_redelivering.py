@@ -71,7 +71,7 @@ def test_what_get_prints_can_be_nacked(nacking: FakeDaemon, run: Run, monkeypatc
     nacking.script("NegativeAcknowledge", answer(dispatch_pb2.NegativeAcknowledgeResponse(ignored=1)))
     taken = run("get", "t", "s", "--json").stdout
     result = run("nack", "t", "s", "--file", "-", "--delay", "10s", stdin=taken)
-    assert result.stdout == "come back: 1 row, ignored: 2\n"
+    assert result.stdout == "redelivered later: 1 row, ignored: 2\n"
     first, second = nacking.requests("NegativeAcknowledge")
     assert (list(first.entry_id), list(first.deliver_at_ms), list(first.batch_index)) == (
         [0, 1],
@@ -83,7 +83,7 @@ def test_what_get_prints_can_be_nacked(nacking: FakeDaemon, run: Run, monkeypatc
 
 def test_messages_that_tarry_did_not_hand_out_are_nacked_by_their_position(nacking: FakeDaemon, run: Run) -> None:
     result = run("nack", "t", "s", "--ledger", "9", "--entries", "0-4", "--level", "3", "--key", "N14228")
-    assert result.stdout == "come back: 5 rows, ignored: 0\n"
+    assert result.stdout == "redelivered later: 5 rows, ignored: 0\n"
     request = asked(nacking)
     assert (list(request.ledger_id), list(request.deliver_at_ms)) == ([9] * 5, [0] * 5)
     assert (list(request.delay_level), list(request.key_hash)) == ([3], tarry.key_hash("N14228").tolist())
@@ -302,7 +302,7 @@ def test_dead_letters_that_stay_are_told_by_the_exit_status(with_letters: FakeDa
     with_letters.script("ReplayDeadLetters", answer(admin_pb2.ReplayDeadLettersResponse(replayed=1, skipped=1)))
     result = run("dead-letters", "replay", "t", "s")
     assert result.exit_code == output.EXIT_NOT_ALL
-    assert result.stdout == "replayed 2 dead letters of s; 2 stay: a row of their position is there\n"
+    assert result.stdout == "replayed 2 dead letters of s; 2 stay, because a row of their position exists\n"
 
 
 def test_what_dies_again_while_it_is_replayed_is_not_replayed_for_ever(with_letters: FakeDaemon, run: Run) -> None:

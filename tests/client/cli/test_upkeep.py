@@ -170,4 +170,4 @@ def test_an_end_without_the_last_step_is_no_success(daemon: FakeDaemon, run: Run
     daemon.script("CollectGarbage", steps(step(tombstones=1)))
     result = run("gc")
     assert result.exit_code == output.EXIT_UNREACHABLE
-    assert "begin again" in result.stderr
+    assert "run the command again" in result.stderr

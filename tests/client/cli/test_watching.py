@@ -92,5 +92,5 @@ def test_only_so_many_as_asked_are_printed(daemon: FakeDaemon, run: Run) -> None
 def test_who_means_what_watch_was_is_told_where_it_is(daemon: FakeDaemon, run: Run, option: tuple[str, ...]) -> None:
     result = run("watch", "t", "s", *option)
     assert result.exit_code == output.EXIT_INPUT
-    assert f"{option[0]}: `tarry watch` only looks and has no such option; `tarry receive`" in result.stderr
+    assert f"{option[0]}: `tarry watch` only shows positions and has no such option; `tarry receive`" in result.stderr
     assert daemon.calls == []

@@ -45,7 +45,7 @@ def test_what_is_not_cancelled_is_listed_by_reason_and_has_a_status_of_its_own(d
     result = run("cancel", "t", "--ledger", "7", "--entries", "10-19")
     assert result.exit_code == output.EXIT_NOT_ALL == 4
     assert result.stdout.splitlines() == [
-        "cancelled 3 rows of t; as they were: 4 not found, 1 already due, 2 in flight",
+        "cancelled 3 rows of t; unchanged: 4 not found, 1 already due, 2 in flight",
         "ledger\tfirst entry\tlast entry\trows\twhy",
         "7\t10\t12\t3\tnot found",
         "7\t14\t14\t1\talready due",
@@ -97,7 +97,7 @@ def test_many_positions_are_requests_of_the_daemon_s_size(daemon: FakeDaemon, ru
     first, second = cancelled(100_000), cancelled(4, already_due_index=[1])
     daemon.script("CancelMessages", answer(first), answer(second))
     result = run("cancel", "t", "--ledger", "7", "--entries", "0-100004")
-    assert result.stdout.splitlines()[0] == "cancelled 100,004 rows of t; as they were: 1 already due"
+    assert result.stdout.splitlines()[0] == "cancelled 100,004 rows of t; unchanged: 1 already due"
     assert result.stdout.splitlines()[2] == "7\t100001\t100001\t1\talready due"
     assert [len(request.entry_id) for request in daemon.requests("CancelMessages")] == [100_000, 5]
 
@@ -137,7 +137,7 @@ def test_what_is_not_rescheduled_is_listed_and_what_was_raised_is_said(daemon: F
     daemon.script("RescheduleMessages", answer(left))
     result = run("reschedule", "t", "--ledger", "7", "--entries", "1-2", "--at", "1")
     assert result.exit_code == output.EXIT_NOT_ALL
-    assert "rescheduled 1 row of t; as they were: 1 in flight" in result.stdout
+    assert "rescheduled 1 row of t; unchanged: 1 in flight" in result.stdout
     assert "1 row got a later time than asked" in result.stderr
 
 

@@ -613,7 +613,7 @@ def _of_good(mutation: Mutation, entry: int, arrived: bool) -> list[str]:
     reasons = _reasons(mutation.world, "orders", entry)
     if mutation.step == "generation":
         # Tarry may have it in another topic, too.
-        return [] if arrived or any("made anew" in each for each in reasons) else [f"message {entry} was lost"]
+        return [] if arrived or any("created again" in each for each in reasons) else [f"message {entry} was lost"]
     faults = [] if arrived or reasons else [f"message {entry} was lost"]
     faults += [
         f"message {entry} is a dead letter because of {reason!r}"
@@ -631,7 +631,7 @@ def _of_good(mutation: Mutation, entry: int, arrived: bool) -> list[str]:
 
 def _may_be_reason(mutation: Mutation, reason: str) -> bool:
     if mutation.step == "generation":
-        return "made anew" in reason
+        return "created again" in reason
     # An answer that is not an exception is named by what it makes the relay raise.
     says_why = ODD in reason or _NATS_TIMEOUT in reason or any(odd.error is None for odd in mutation.given)
     return bool(reason) and mutation.may_refuse and says_why

@@ -386,7 +386,7 @@ async def test_what_waits_for_a_source_that_was_made_anew_is_a_dead_letter_with_
                 await asyncio.sleep(0.1)
             reasons = {page.texts[each] for page in dead for each in page.text_index.tolist()}
         generation = former.removeprefix("orders@")
-        by_reject = f"payload gone: source orders was made anew, and this was in generation {generation}"
+        by_reject = f"payload gone: source orders was created again, and this was in generation {generation}"
         assert reasons == {by_reject if retention == "warn" else ""}
         assert relay.told("status")["former generations"] == former
         consumer = Consumer(broker)

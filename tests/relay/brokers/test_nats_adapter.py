@@ -358,7 +358,7 @@ async def test_nothing_is_fetched_when_the_connection_is_lost_and_the_stream_mad
         await until_done(lambda: broker.api(f"STREAM.DELETE.{SOURCE}"))
         await broker.make(SOURCE)
         await broker.publish(200)
-        with pytest.raises(port.NotThere, match="was made anew"):
+        with pytest.raises(port.NotThere, match="was created again"):
             await until_done(lambda: adapter.log.fetch(positions, generation))
 
 

@@ -133,11 +133,11 @@ async def test_messages_go_out_in_pipelines_of_some_bytes(redis: RedisOfTest) ->
 async def test_a_source_that_does_not_exist_is_missing_until_its_first_entry(redis: RedisOfTest) -> None:
     async with redis.opened() as session:
         found = [each async for each in session.findings()]
-        assert graded(found, Grade.MISSING) == {"source": "key orders: does not exist; its first XADD makes it"}
+        assert graded(found, Grade.MISSING) == {"source": "key orders: does not exist; its first XADD creates it"}
         assert graded(found, Grade.WRONG) == {}
         assert [each.name for each in found] == ["source", "retry", "clock", "durability", "target", "target"]
         for ask in (session.source_findings, session.log.generation, lambda: session.source.read(1, 1)):
-            with pytest.raises(port.NotThere, match=r"^key orders: does not exist; its first XADD makes it$"):
+            with pytest.raises(port.NotThere, match=r"^key orders: does not exist; its first XADD creates it$"):
                 await ask()
         await session.must_answer()
         assert redis.client.keys() == []

@@ -54,14 +54,14 @@ _SHARED = (
     _from_environment(
         "--tls",
         is_flag=True,
-        help="Use TLS: the daemon's certificate must be for its host, and of an authority that this system trusts.",
+        help="Use TLS. The daemon's certificate must name its host, and its authority must be trusted here.",
     ),
     _from_environment(
         "--tls-ca",
         type=click.Path(),
-        help="Use TLS, and trust the authorities whose certificates this file has.",
+        help="Use TLS, and trust the authorities whose certificates are in this file.",
     ),
-    _from_environment("--tls-cert", type=click.Path(), help="Use TLS, and show the certificate of this file."),
+    _from_environment("--tls-cert", type=click.Path(), help="Use TLS, and present the certificate in this file."),
     _from_environment("--tls-key", type=click.Path(), help="Private key of --tls-cert."),
     _from_environment(
         "--tls-server-name",
@@ -70,7 +70,7 @@ _SHARED = (
     _from_environment(
         "--token-file",
         type=click.Path(),
-        help="Show the token of this file. It is sent over TLS, by loopback and by Unix sockets alone.",
+        help="Send the token in this file; only over TLS, loopback and Unix sockets.",
     ),
     click.option(
         "--timeout",
@@ -81,7 +81,7 @@ _SHARED = (
         show_default=True,
         help="Seconds to wait for an answer, retries included.",
     ),
-    click.option("--json", "as_json", cls=Shared, is_flag=True, help="JSON, for programs."),
+    click.option("--json", "as_json", cls=Shared, is_flag=True, help="Print JSON, for programs."),
 )
 
 
@@ -238,9 +238,9 @@ def _ask(question: str) -> None:
             raise
         # The input has ended: a program runs the command, and no one can answer.
         click.echo("", err=True)
-        raise click.UsageError("nobody answers; --yes says that it is wanted") from None
+        raise click.UsageError("cannot ask for confirmation: standard input is closed; pass --yes") from None
     if not wanted:
-        click.echo("tarry: nothing is done", err=True)
+        click.echo("tarry: nothing was done", err=True)
         raise click.exceptions.Exit(output.EXIT_REFUSED)
 
 

@@ -144,7 +144,7 @@ def _notes(stats: inspection.KeySharedStats | None, listed: Sequence[inspection.
     if stats is None:
         return
     hashing = stats.policy.selector == policies.HashSelector.CONSISTENT_HASHING
-    cure = ": `tarry subscription update --points` with more of them cures it" if hashing else ""
+    cure = ": `tarry subscription update --points` with more of them fixes it" if hashing else ""
     without = [each for each in listed if not each.slots]
     for each in without[:_NOTED_MAX]:
         output.note(f"{each.name} (instance {each.instance_id}) has no hash slot and receives nothing{cure}")

@@ -197,7 +197,7 @@ def replay_dead_letters(
     if as_json:
         output.as_json({"topic": topic, "subscription": subscription, **vars(became)})
     else:
-        stayed = f"; {became.skipped:,} stay: a row of their position is there" if became.skipped else ""
+        stayed = f"; {became.skipped:,} stay, because a row of their position exists" if became.skipped else ""
         click.echo(f"replayed {output.count_text(became.replayed, 'dead letter')} of {subscription}{stayed}")
     if became.skipped:
         raise click.exceptions.Exit(output.EXIT_NOT_ALL)

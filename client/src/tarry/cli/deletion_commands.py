@@ -98,7 +98,7 @@ def list_pending(*, connected: client.Client, limit: int | None, as_json: bool, 
         ("state", "failures", "next attempt", "said"),
         lambda each: (text_of(each.state), each.failures, output.At(each.next_attempt_at_ms), each.text or "-"),
         title="Deletions",
-        empty="nothing is to be deleted",
+        empty="no deletion is pending",
         topic=chosen["topic"],
         limit=limit,
         as_json=as_json,
@@ -154,7 +154,7 @@ def list_ended(*, connected: client.Client, limit: int | None, as_json: bool, **
         ("outcome", "ended", "said"),
         lambda each: (text_of(each.outcome), output.At(each.ended_at_ms), each.text or "-"),
         title="Deletions that ended",
-        empty="of no deletion that ended anything is known",
+        empty="no ended deletion is known",
         topic=chosen["topic"],
         limit=limit,
         as_json=as_json,
@@ -220,7 +220,7 @@ def text_of(value: Any) -> str:
 def _stats_text(stats: deletions.DeletionStats) -> str:
     oldest = f", the oldest since {output.time_text(stats.oldest_ms)}" if stats.oldest_ms else ""
     return (
-        f"{stats.in_flight:,} in flight, {stats.begun:,} of them under way{oldest}; "
+        f"{stats.in_flight:,} in flight, {stats.begun:,} of them begun{oldest}; "
         f"{stats.given_up:,} given up; {stats.held:,} held; {output.count_text(stats.in_use, 'ledger')} in use"
     )
 
@@ -249,7 +249,7 @@ def stats(*, connected: client.Client, topic: str | None, as_json: bool) -> None
         about,
         {
             "in flight": counted.in_flight,
-            "under way": counted.begun,
+            "begun": counted.begun,
             "oldest": output.At(counted.oldest_ms),
             "given up": counted.given_up,
             "held": counted.held,
@@ -313,8 +313,8 @@ def show(*, connected: client.Client, which: deletions.DeletionFilter, as_json: 
         found |= {each.deletion_id: each for each in listed(which)}
     if not found:
         output.note(
-            "nothing is known of it: it was never recorded, or ended so long ago that the daemon has forgotten it. "
-            "`tarry deletions list`, `dead` and `ended` have what is known"
+            "no such deletion is known: it was never recorded, or ended so long ago that the daemon has forgotten it. "
+            "`tarry deletions list`, `dead` and `ended` show the known ones"
         )
         raise click.exceptions.Exit(output.EXIT_REFUSED)
     for each in found.values():
@@ -442,7 +442,7 @@ def _ledgers(given: tuple[range, ...]) -> Iterator[int]:
 
 def _record_question(*, topic: str, ledgers: tuple[range, ...], **_: object) -> str:
     named = output.count_text(len(list(_ledgers(ledgers))), "ledger")
-    return f"Delete {named} of {topic}, once it is verified that nobody uses them?"
+    return f"Delete {named} of {topic}, once the daemon has verified that they are not in use?"
 
 
 @click.command("record")
@@ -497,7 +497,7 @@ def record(
       tarry deletions record flights --ledger 7 --driver s3 --uuid 5f2c8a4e-0d5a-4c80-9a59-0a6f5f1c7e11 --set bucket=b
     """
     if cursor_name is not None and schema_id is not None:
-        raise click.UsageError("a ledger is of a cursor or of a schema: leave out --cursor or --schema")
+        raise click.UsageError("a ledger belongs to a cursor or to a schema: leave out --cursor or --schema")
     context = _context(driver_name, offload_uuid, metadata)
     component = deletions.LedgerComponent.MANAGED_LEDGER
     if cursor_name is not None:
@@ -562,7 +562,7 @@ _CLASSES = {
     "young": "kept: not older than the grace",
     "orphaned": "",
     "of_unknown_topics": "",
-    "unidentified": "kept: their metadata does not say whose they are",
+    "unidentified": "kept: their metadata does not name their topic",
     "unanswered": "kept: their owner or the store did not answer",
 }
 _COLUMNS = ("topic", "component", "name", "ledger", "type", "uuid", "bytes", "written", "its topic")
@@ -575,7 +575,7 @@ _NOT_IN_TERMINAL = {"type"}
 @click.argument("store")
 @click.option("--prefix", default="", help="Only objects whose names, and so UUIDs, begin with this.")
 @click.option(
-    "--delete/--dry-run", "delete", default=False, help="Have the orphans deleted, or only look.  [default: --dry-run]"
+    "--delete/--dry-run", "delete", default=False, help="Delete the orphans, or only list them.  [default: --dry-run]"
 )
 @click.option(
     "--grace", "grace_ms", type=rows.Duration(), help="Keep ledgers that are younger than this. Default: the daemon's."
@@ -634,7 +634,7 @@ def sweep(
         raise click.exceptions.Exit(output.EXIT_REFUSED) from error
     last = following.last
     if last is None or not last.done:
-        output.note("the daemon ended without saying that it is done; begin again")
+        output.note("the daemon ended before it was done; run the command again")
         raise click.exceptions.Exit(output.EXIT_UNREACHABLE)
     if not as_json:
         _show_counts(last.counts, store, delete=delete, unknown_topics=unknown_topics, refused=bool(last.refused))
@@ -682,7 +682,7 @@ def _list_orphans(following: _Following, store: str, limit: int | None) -> None:
         names, listed = output.for_terminal(names, listed, optional=_OPTIONAL_OF_SWEEP, left_out=_NOT_IN_TERMINAL)
     output.table(f"Orphans in {store}", names, listed, empty=f"no orphan in {store}")
     if more:
-        output.note(f"{more:,} orphans more: a higher --limit shows them; --json or a pipe without --limit has all")
+        output.note(f"{more:,} more orphans: a higher --limit shows them; --json or a pipe without --limit has all")
     click.echo("")
 
 
@@ -706,7 +706,7 @@ def _show_counts(
         fate = "kept: they are too many"
     why = _CLASSES | {
         "orphaned": fate,
-        "of_unknown_topics": fate if unknown_topics else "kept: nobody has stated what their topics use",
+        "of_unknown_topics": fate if unknown_topics else "kept: their topics' ledgers in use were never recorded",
     }
     output.table(
         f"What is in {store}",
@@ -723,7 +723,7 @@ def _notes(last: deletions.SweepStep, store: str, *, delete: bool, unknown_topic
     """Print what was done, what was not, and what to do about it."""
     counts = last.counts
     if last.refused:
-        output.note(f"{last.refused}. Look at why, then `tarry sweep {store} --delete --force`")
+        output.note(f"{last.refused}. Find out why, then run `tarry sweep {store} --delete --force`")
     if counts.ledgers_recorded:
         recorded = output.count_text(counts.ledgers_recorded, "ledger")
         output.note(f"recorded {recorded}: `tarry deletions list`, then `ended`, show what becomes of them")
@@ -738,8 +738,8 @@ def _notes(last: deletions.SweepStep, store: str, *, delete: bool, unknown_topic
         output.note(f"nothing is changed: `tarry sweep {store} --delete` has the orphans deleted")
     if counts.of_unknown_topics.objects and not unknown_topics:
         output.note(
-            "nobody has stated what some topics use: their orphans stay. Their owner is to state it (RecordInUse with "
-            "`replace`); where there is no owner any more, --unknown-topics takes them, too"
+            "the ledgers in use of some topics were never recorded, so their orphans stay. Their owners must record "
+            "them (RecordInUse with `replace`); for topics that no longer have an owner, pass --unknown-topics"
         )
     if counts.unanswered.objects:
         output.note("an owner or the store did not answer for some objects: sweep again when they do")

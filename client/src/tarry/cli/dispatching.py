@@ -19,7 +19,7 @@ _WHY = {
     "NOT_THERE": "the subscription is owed no row of it",
     "NOT_DUE": "it is not due yet",
     "OTHER_TIME": "its row has another time",
-    "OTHER_DELIVERY": "it was handed out again since, or is about to be",
+    "OTHER_DELIVERY": "it was redelivered since, or is about to be",
     "TAKEN_BACK": "it was taken back, behind a position of its key that was negatively acknowledged",
     "NOT_HELD": "it is not in flight here",
 }
@@ -36,16 +36,16 @@ HASH_SLOTS = 1 << 16
     "--ack/--no-ack",
     default=True,
     show_default=True,
-    help="Acknowledge what is printed, or give it back: then it is handed out again.",
+    help="Acknowledge printed positions, or give them back for redelivery.",
 )
-@click.option("--count", type=click.IntRange(min=1), help="End after so many positions.")
+@click.option("--count", type=click.IntRange(min=1), help="Stop after this many positions.")
 @click.option("--create", is_flag=True, help="Create the subscription, and the topic, if they do not exist.")
 @click.option(
     "--permits",
     type=click.IntRange(1, 1_000_000),
     default=10_000,
     show_default=True,
-    help="Positions that may be received and not acknowledged yet, by each consumer.",
+    help="Unacknowledged positions of each consumer, at most.",
 )
 @click.option(
     "--consumer",
@@ -246,14 +246,14 @@ def _position_options(command: Callable[..., None]) -> Callable[..., None]:
             "--count",
             "redelivery_count",
             type=click.IntRange(0, rows.REDELIVERY_COUNT_MAX),
-            help="Which hand-out, by its redelivery count; without it any. A file names its hand-outs.",
+            help="Redelivery count of the delivery; without it any. A file names its deliveries.",
         ),
         click.option(
             "--at",
             "--deliver-at",
             "deliver_at_ms",
             type=rows.Moment(),
-            help='The time that the positions were handed out with: `tarry receive` prints it behind "due".',
+            help='The time of the delivery: `tarry receive` prints it after "due".',
         ),
         click.option("--entries", type=rows.EntryRange(), metavar="N or FIRST-LAST", help="Entries, both included."),
         click.option("--ledger", type=click.IntRange(0, rows.U64_MAX), help="Ledger of the entries."),
@@ -381,12 +381,12 @@ class _Ignored:
 @click.argument("topic")
 @click.argument("subscription")
 @_position_options
-@click.option("--delay", "--in", "delay_ms", type=rows.Duration(), help="Back after this time: 500ms, 10s, 1h.")
-@click.option("--level", "delay_level", type=int, help="Back after the delay of this level; 0 = at once.")
-@click.option("--reject", is_flag=True, help="Make them dead letters instead: they do not come back.")
-@click.option("--reason", help="Why they are rejected; it is shown with the dead letters.")
-@click.option("--key", help="Ordering key of positions that were not handed out by Tarry.")
-@click.option("--forwarded", is_flag=True, help="They were acknowledged when they were passed on, and failed since.")
+@click.option("--delay", "--in", "delay_ms", type=rows.Duration(), help="Redeliver after this time: 500ms, 10s, 1h.")
+@click.option("--level", "delay_level", type=int, help="Redeliver after the delay of this level; 0 means at once.")
+@click.option("--reject", is_flag=True, help="Make them dead letters instead, which are not redelivered.")
+@click.option("--reason", help="Reason, shown with the dead letters.")
+@click.option("--key", help="Ordering key of positions that Tarry did not deliver.")
+@click.option("--forwarded", is_flag=True, help="They were acknowledged when passed on, and have failed since.")
 @connection.connected
 def nack(
     *,
@@ -427,7 +427,7 @@ def nack(
     if delay_ms is not None and delay_level is not None:
         raise click.UsageError("give at most one of --delay and --level")
     if reject and (delay_ms is not None or delay_level is not None):
-        raise click.UsageError("--reject: it does not come back, so leave out --delay and --level")
+        raise click.UsageError("--reject: a dead letter is not redelivered, so leave out --delay and --level")
     if reason is not None and not reject:
         raise click.UsageError("--reason is for --reject")
     if key is not None and (source is not None or deliver_at_ms is not None):
@@ -461,7 +461,7 @@ def nack(
 
 def _what_became_of_nacked(given: int, became: results.Nacked) -> str:
     later = given - became.ignored - became.dead_lettered
-    counts = [f"come back: {output.rows_text(later)}"] if later or not became.dead_lettered else []
+    counts = [f"redelivered later: {output.rows_text(later)}"] if later or not became.dead_lettered else []
     if became.dead_lettered:
         counts.append(f"dead letters: {output.rows_text(became.dead_lettered)}")
     return ", ".join([*counts, f"ignored: {became.ignored:,}"])

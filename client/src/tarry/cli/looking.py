@@ -53,7 +53,7 @@ def topics(*, connected: client.Client, as_json: bool) -> None:
                 )
                 for each in summaries
             ),
-            empty="there are no topics; `tarry add` makes one",
+            empty="there are no topics; `tarry add` creates one",
         )
     if pages[-1].topics_loading:
         output.note(f"{pages[-1].topics_loading:,} topics are not loaded yet and not listed: ask again soon")
@@ -95,13 +95,13 @@ def stats(*, connected: client.Client, topic: str, as_json: bool) -> None:
             "in the mutable bucket": counts.mutable_rows,
             "sealed buckets": counts.buckets,
             "bytes of sealed buckets": counts.bucket_bytes,
-            "merges under way": counts.merges,
+            "merges in flight": counts.merges,
             "rows in memory": counts.loaded_rows,
             "next due": output.time_text(counts.next_due_ms),
             "last due, at most": output.time_text(counts.last_due_ms),
             "ledgers": counts.ledgers,
             "lowest position": output.position_text(counts.lowest_position),
-            "oldest due, not handed out": output.time_text(counts.oldest_due_ms),
+            "oldest due, not delivered": output.time_text(counts.oldest_due_ms),
             "shard": counts.shard,
             "epoch": counts.epoch,
             "incarnation": counts.incarnation,
@@ -122,7 +122,7 @@ def stats(*, connected: client.Client, topic: str, as_json: bool) -> None:
     "ledgers",
     type=click.IntRange(0, rows.U64_MAX),
     multiple=True,
-    help="Of this ledger, may be repeated; otherwise of all.",
+    help="Only this ledger; repeatable. Default: all.",
 )
 @connection.connected
 def retention(*, connected: client.Client, topic: str, ledgers: tuple[int, ...], as_json: bool) -> None:
@@ -189,7 +189,7 @@ def _subscription_table(
         f"Subscriptions of {topic}",
         names,
         listed,
-        empty=f"{topic} has no subscription: what comes due waits for the first; `tarry subscription create` makes it",
+        empty=f"{topic} has no subscription: due rows wait for the first one; `tarry subscription create` creates it",
     )
 
 
@@ -258,11 +258,11 @@ def buckets(*, connected: client.Client, topic: str, as_json: bool) -> None:
             )
             for each in listed
         ),
-        empty=f"{topic} has no sealed bucket; `tarry seal` makes one of the rows that it has",
+        empty=f"{topic} has no sealed bucket; `tarry seal` creates one from its rows",
     )
     for each in listed:
         if each.quarantined:
-            output.note(f"quarantined: {each.damage}; `tarry stats {topic}` says what to add again")
+            output.note(f"quarantined: {each.damage}; `tarry stats {topic}` shows what to add again")
     if mutable_rows:
         output.note(f"{output.rows_text(mutable_rows)} of {topic} in no sealed bucket yet")
 

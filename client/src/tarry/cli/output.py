@@ -37,17 +37,17 @@ EXIT_UNREACHABLE = 3
 EXIT_NOT_ALL = 4
 
 START_OR_NAME_ANOTHER = (
-    "if the daemon does not run, start it with `tarryd`, or name another with --address or TARRY_ADDRESS"
+    "if the daemon is not running, start it with `tarryd`, or name another with --address or TARRY_ADDRESS"
 )
 """Advice if nothing answers"""
 
 # gRPC reports the cause of a failed connection only in its text.
 _OF_TLS = {
-    ("CERTIFICATE_VERIFY_FAILED",): "--tls-ca names the certificate of the authority that vouches for the daemon.",
+    ("CERTIFICATE_VERIFY_FAILED",): "Pass the certificate of the daemon's authority with --tls-ca.",
     ("Hostname Verification",): "Its certificate is for another name: use that as --address, or --tls-server-name.",
-    ("WRONG_VERSION_NUMBER",): "It has no TLS there: leave out --tls and the like, or take its port that has.",
+    ("WRONG_VERSION_NUMBER",): "The port has no TLS: leave out the --tls options, or use the daemon's TLS port.",
     ("Socket closed", "Connection reset"): (
-        "If it runs, it may want TLS (--tls, --tls-ca) or a certificate of its clients (--tls-cert, --tls-key)."
+        "If it runs, it may require TLS (--tls, --tls-ca) or a client certificate (--tls-cert, --tls-key)."
     ),
 }
 """Advice if a connection is refused, by words of the failure"""
@@ -283,7 +283,7 @@ def rebuild_notes(needed: Iterable[results.RebuildNeeded]) -> None:
     for each in needed:
         note(
             f"{rows_text(each.rows)} of ledgers {each.first_ledger_id} to {each.last_ledger_id} were lost with a "
-            f"damaged bucket ({each.damage}): add these ledgers again, nothing is doubled"
+            f"damaged bucket ({each.damage}): add these ledgers again; nothing is duplicated"
         )
 
 
@@ -344,7 +344,7 @@ def _explain(error: errors.TarryError, address: str) -> tuple[str, int]:
     last = error.last if isinstance(error, errors.DeadlineExceeded) else error
     match last:
         case None:
-            what_next = "It may be done or not: repeat it, with a longer --timeout, if a daemon listens there."
+            what_next = "It may or may not be done: repeat it with a longer --timeout, if a daemon listens there."
             return f"{address} does not answer: {error.message}. {what_next}", EXIT_UNREACHABLE
         case errors.Unavailable():
             return f"the daemon at {address} is unavailable: {last.message}. {_when_away(last)}", EXIT_UNREACHABLE
@@ -352,9 +352,9 @@ def _explain(error: errors.TarryError, address: str) -> tuple[str, int]:
             owner = last.owner_address or "another daemon"
             return f"{last.message}. The owner is {owner}; is it reachable from here?", EXIT_UNREACHABLE
         case errors.Aborted() if not last.may_have_landed:
-            return f"{last.message}. Nothing is done; try again when that is over.", EXIT_REFUSED
+            return f"{last.message}. Nothing was done; try again when that is over.", EXIT_REFUSED
         case errors.Aborted() | errors.OutcomeUnknown():
-            return f"{last.message}. It may be done or not; repeating the command is safe.", EXIT_UNREACHABLE
+            return f"{last.message}. It may or may not be done; repeating the command is safe.", EXIT_UNREACHABLE
         case errors.InvalidArgument() | errors.OutOfRange():
             return f"{last.message}.", EXIT_INPUT
     return f"{last.message}.{_what_next(last)}", EXIT_REFUSED
@@ -378,13 +378,13 @@ def _what_next(error: errors.TarryError) -> str:
         case errors.ResourceExhausted(retry_after_ms=int(retry_after_ms)):
             return f" Try again in {retry_after_ms / 1000:g} s."
         case errors.DataLoss():
-            return " Other topics are served; the object has to be restored from a copy."
+            return " Other topics are served; the object must be restored from a copy."
         case errors.Internal():
             return " This is a bug; the daemon's log has more."
         case errors.Unauthenticated():
-            return " --token-file, or --tls-cert with --tls-key, says who asks."
+            return " Identify yourself with --token-file, or with --tls-cert and --tls-key."
         case errors.PermissionDenied():
-            return " Ask with another --token-file or --tls-cert, or whoever runs the daemon."
+            return " Use another --token-file or --tls-cert, or ask the daemon's operator."
         case errors.ResourceExhausted():
             return ""
     return f" ({error.code.name})"

@@ -155,7 +155,7 @@ def limit_option(command: Callable[..., None]) -> Callable[..., None]:
     return click.option(
         "--limit",
         type=click.IntRange(min=1),
-        help=f"At most so many rows.  [default: {ROWS_IN_TERMINAL} in a terminal, otherwise all]",
+        help=f"At most this many rows.  [default: {ROWS_IN_TERMINAL} in a terminal, otherwise all]",
     )(command)
 
 

@@ -51,20 +51,20 @@ _ASKING_S = 2.0
     type=click.Choice(["deliver", "return"]),
     default="deliver",
     show_default=True,
-    help="What happens to rows that are due already: stored and handed out at once, or left out and counted.",
+    help="How to treat rows that are already due: deliver them at once, or leave them out and count them.",
 )
 @click.option(
     "--on-invalid",
     type=click.Choice(["refuse", "return"]),
     default="refuse",
     show_default=True,
-    help="What happens to rows whose delay is too long, whose time is in seconds or whose level there is not: their "
-    "whole request fails and nothing more is added, or they are left out and printed, with the exit status 4.",
+    help="How to treat rows with too long a delay, a time in seconds or an unknown level: fail their whole request and "
+    "add nothing more, or leave them out and print them, with exit status 4.",
 )
 @click.option(
-    "--batch-rows", type=click.IntRange(1, 100_000), default=10_000, show_default=True, help="Rows a request."
+    "--batch-rows", type=click.IntRange(1, 100_000), default=10_000, show_default=True, help="Rows per request."
 )
-@click.option("--in-flight", type=click.IntRange(1, 1_000), default=16, show_default=True, help="Requests at a time.")
+@click.option("--in-flight", type=click.IntRange(1, 1_000), default=16, show_default=True, help="Requests in flight.")
 @connection.connected
 def add(
     *,
@@ -139,8 +139,8 @@ def _note_when_nobody_listens(connected: client.Client, topic: str) -> None:
     with contextlib.suppress(errors.TarryError):
         if not connected.subscriptions_page(topic, page_size=1, timeout_s=_ASKING_S).items:
             output.note(
-                f"nobody listens: {topic} has no subscription, and what comes due waits for the first; "
-                f"`tarry subscription create {topic} NAME` makes it"
+                f"{topic} has no subscription: due rows wait for the first one; "
+                f"`tarry subscription create {topic} NAME` creates it"
             )
 
 
@@ -321,7 +321,7 @@ def _trim_question(
 @connection.command()
 @click.argument("topic")
 @click.option("--ledger", type=click.IntRange(0, rows.U64_MAX), required=True, help="Ledger to trim.")
-@click.option("--entry", type=click.IntRange(0, rows.U64_MAX), required=True, help="The last entry that is dropped.")
+@click.option("--entry", type=click.IntRange(0, rows.U64_MAX), required=True, help="Last entry to drop.")
 @click.option("--all-lower-ledgers", is_flag=True, help="Also every row of ledgers with a lower id.")
 @click.option(
     "--dead-letter", is_flag=True, help="What the subscription is owed becomes dead letters; needs --subscription."

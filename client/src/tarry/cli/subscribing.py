@@ -45,7 +45,7 @@ def _policy_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--nack-order",
             type=click.Choice(list(_NACK_ORDERS)),
-            help="block-key: later positions of a key wait for a nacked one. skip, the default: they go on.",
+            help="block-key: later positions of a key wait for a nacked one. skip, the default: they are delivered.",
         ),
         click.option(
             "--allow-out-of-order",
@@ -89,7 +89,7 @@ def _policy_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--redelivery",
             type=policy_text.Redelivery(),
-            help=f"When a nacked position comes back: {policy_text.FORMS} (the delay levels from the third on).",
+            help=f"Delay of a nacked position: {policy_text.FORMS} (the delay levels from the third on).",
         ),
         click.option(
             "--property", "properties", multiple=True, metavar="NAME=VALUE", help="A property, free text; repeatable."
@@ -158,9 +158,7 @@ def create_subscription(
 @click.argument("topic")
 @click.argument("subscription")
 @_policy_options
-@click.option(
-    "--defaults", is_flag=True, help="Reset every field to the daemon's default; goes without the options above."
-)
+@click.option("--defaults", is_flag=True, help="Reset every field to the daemon's default; excludes the options above.")
 @connection.connected
 def update_subscription(
     *,
@@ -180,7 +178,7 @@ def update_subscription(
     """
     wanted = _policy(**fields)
     if defaults != (wanted == policies.SubscriptionPolicy()):
-        raise click.UsageError("give what the policy is to hold, or --defaults")
+        raise click.UsageError("give the fields of the policy, or --defaults")
     policy = connected.update_subscription(topic, subscription, wanted)
     if as_json:
         output.as_json({"topic": topic, "subscription": subscription, **dataclasses.asdict(policy)})

@@ -123,14 +123,14 @@ def gc(*, connected: client.Client, dry_run: bool, force: bool, retry_dead: bool
     with connection.meant_for_this_daemon():
         last = _follow(steps, as_json=as_json)
     if last is None or not last.done:
-        output.note("the daemon ended without saying that it is done; begin again")
+        output.note("the daemon ended before it was done; run the command again")
         raise click.exceptions.Exit(output.EXIT_UNREACHABLE)
     if not as_json:
         _show_garbage(last, dry_run=dry_run)
     if last.refused.objects:
-        output.note("orphans are kept since they are so many: look at why, then `tarry gc --force` deletes them")
+        output.note("orphans are kept because there are too many: find out why, then run `tarry gc --force`")
     if last.given_up.objects and not dry_run:
-        output.note("what was given up is under dead_objects/: mend the cause, then `tarry gc --retry-dead`")
+        output.note("given-up objects are under dead_objects/: fix the cause, then run `tarry gc --retry-dead`")
     if not dry_run and (last.refused.objects or last.failed.objects or last.given_up.objects):
         raise click.exceptions.Exit(output.EXIT_NOT_ALL)
 

@@ -30,7 +30,7 @@ _Name = tuple[int, int, int | None, int]
 def _of_receive(context: click.Context, option: click.Parameter, given: object) -> None:
     if given:
         raise click.UsageError(
-            f"{option.opts[0]}: `tarry watch` only looks and has no such option; `tarry receive` takes what is due, "
+            f"{option.opts[0]}: `tarry watch` only shows positions and has no such option; `tarry receive` takes them, "
             "and has it",
             context,
         )
@@ -48,7 +48,7 @@ def _options_of_receive(command: Callable[..., None]) -> Callable[..., None]:
 @connection.command()
 @click.argument("topic")
 @click.argument("subscription")
-@click.option("--count", type=click.IntRange(min=1), help="End after so many positions.")
+@click.option("--count", type=click.IntRange(min=1), help="Stop after this many positions.")
 @_options_of_receive
 @connection.connected
 def watch(*, connected: client.Client, topic: str, subscription: str, count: int | None, as_json: bool) -> None:

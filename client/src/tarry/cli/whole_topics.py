@@ -28,7 +28,7 @@ _YES_OR_NO = ("shared_index", "two_phase_deletion_enabled")
     multiple=True,
     type=click.Choice(FIELDS),
     metavar="NAME",
-    help="Give a field the daemon's default again; repeatable.",
+    help="Reset a field to the daemon's default; repeatable.",
 )
 @connection.connected
 def policy(
@@ -146,7 +146,7 @@ def delete(*, connected: client.Client, topic: str, as_json: bool) -> None:
     default=None,
     help="A level above the last one counts as the last one, or is refused.  [default with --set: clamp]",
 )
-@click.option("--reset", is_flag=True, help="Give the topic the daemon's levels again.")
+@click.option("--reset", is_flag=True, help="Reset the topic to the daemon's levels.")
 @connection.connected
 def levels(
     *, connected: client.Client, topic: str, table: str | None, clamp: bool | None, reset: bool, as_json: bool
@@ -167,7 +167,7 @@ def levels(
     if changes and not topic:
         raise click.UsageError("name the TOPIC; the daemon's own levels are in its configuration")
     if reset and (table is not None or clamp is not None):
-        raise click.UsageError("--reset: the daemon's levels count again, so leave out --set and --clamp")
+        raise click.UsageError("--reset takes the daemon's levels, so leave out --set and --clamp")
     warnings: tuple[str, ...] = ()
     if changes:
         wanted = None

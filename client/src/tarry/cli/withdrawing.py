@@ -131,7 +131,7 @@ def _show(account: _Account, done: str, about: dict[str, object], *, as_json: bo
         output.as_json({**about, done: account.done, **account.left, "answers_lost": account.answers_lost})
     else:
         left = ", ".join(f"{account.rows(reason):,} {text}" for reason, text in REASONS.items() if account.left[reason])
-        click.echo(f"{done} {output.rows_text(account.done)} of {topic}" + (f"; as they were: {left}" if left else ""))
+        click.echo(f"{done} {output.rows_text(account.done)} of {topic}" + (f"; unchanged: {left}" if left else ""))
         if not account.all_done:
             _list_ranges(topic, account)
     if account.raised:
@@ -146,7 +146,7 @@ def _list_ranges(topic: str, account: _Account) -> None:
     ranges = sorted((*each, text) for reason, text in REASONS.items() for each in account.left[reason])
     shown = ranges[:_SHOWN_RANGES] if sys.stdout.isatty() else ranges
     output.table(
-        f"As they were in {topic}",
+        f"Unchanged in {topic}",
         ("ledger", "first entry", "last entry", "rows", "why"),
         # Ids are text, because they are names, not counts.
         ((str(ledger), str(first), str(last), last - first + 1, why) for ledger, first, last, why in shown),
