@@ -312,7 +312,7 @@ class SubscribeManyStream:
         lane = self._lanes.get(given.lane)
         if lane is None:
             if given.lane in self._used:
-                # It has ended meanwhile.
+                # The thread has ended meanwhile.
                 return
             lane = self._begin(given.lane)
             if lane is None:

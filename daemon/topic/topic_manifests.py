@@ -46,7 +46,7 @@ def shard_log(environment: Environment, shard: int) -> commit.ManifestLog[ShardM
 
 
 def topic_log(environment: Environment, shard: int, topic_id: str) -> commit.ManifestLog[TopicManifest]:
-    """The manifests of a topic."""
+    """Return the manifests of a topic."""
     return topic_manifest.topic_log(
         environment.store,
         shard,

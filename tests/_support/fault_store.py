@@ -226,7 +226,7 @@ class FaultStore(ObjectStore):
         return self.inner.clock_skew_s()
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """Do nothing, since there is nothing to release."""
 
     def _write(self, operation: str, key: str, write: Callable[[], None]) -> None:
         with self._call(operation, key) as (call, fault):

@@ -76,7 +76,7 @@ class LedgerOwnerServer:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None:
-                """Nothing: a line for each request is of no use here."""
+                """Do nothing: a line for each request is of no use here."""
 
         return Handler
 

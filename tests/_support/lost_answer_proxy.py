@@ -152,7 +152,7 @@ class LostAnswerProxy:
             do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = forward
 
             def log_message(self, format: str, *args: object) -> None:
-                """Nothing: a line for each request is of no use here."""
+                """Do nothing: a line for each request is of no use here."""
 
         return Handler
 

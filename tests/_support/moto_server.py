@@ -127,7 +127,7 @@ class _QuietHandler(WSGIRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
-        """Nothing: a line for each request is of no use here."""
+        """Do nothing: a line for each request is of no use here."""
 
 
 def main() -> None:

@@ -169,7 +169,7 @@ class Process:
             self._held_back = []
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         held_back, self._held_back = self._held_back, None
         self.resumed_s = self.loop.time()
         for handle in held_back or ():

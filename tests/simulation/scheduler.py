@@ -111,7 +111,7 @@ class SteppedStore(ObjectStore):
         self._call("delete", key, lambda: self._inner.delete(key))
 
     def close(self) -> None:
-        """Nothing to give up."""
+        """Do nothing, since there is nothing to release."""
 
     def _call(self, operation: str, key: str, call: Callable[[], T], *, sent: bytes = b"") -> T:
         sent_s = self._loop.time()
