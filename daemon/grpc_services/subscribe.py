@@ -94,7 +94,7 @@ def key_shared_responses(outgoing: Outgoing) -> Iterator[bytes]:
 # Of a request: which positions were ignored, and of a negative acknowledgement more.
 _Outcome: TypeAlias = Ignored | call_values.NackOutcome
 _Work: TypeAlias = Callable[[], Awaitable[_Outcome]]
-_Opened: TypeAlias = "DispatchStream | KeySharedStream"
+_Opened: TypeAlias = DispatchStream | KeySharedStream
 
 
 class Dispatcher(pipeline.Connection, Protocol):

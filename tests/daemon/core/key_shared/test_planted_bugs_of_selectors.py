@@ -23,7 +23,7 @@ def who_loses_slots_still_counts_them(patch: pytest.MonkeyPatch) -> None:
         for ordinal in np.unique(owners).tolist():
             self._slots[ordinal] = int((self.owners == ordinal).sum())
 
-    patch.setattr("give", give)
+    patch.setattr(HashSelector, "give", give)
 
 
 def ranges_reach_over_the_slots_of_others(patch: pytest.MonkeyPatch) -> None:

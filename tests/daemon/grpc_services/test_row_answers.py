@@ -1,4 +1,4 @@
-"""Packed fields to columns and back."""
+"""Answers with columns are what the generated code reads."""
 
 from __future__ import annotations
 
