@@ -286,7 +286,7 @@ class ServedSubscription:
             return
         if not needed:
             self.notify()
-            if not state.looks_on:
+            if not state.needs_more_backlog:
                 return
         # Of all that was looked at nothing may be handed out: others have their turn.
         waits = self.topic.load(needed) if needed else pace.give_way()

@@ -137,7 +137,7 @@ class DeadLetterDecisions:
 
     # ---- decisions are applied
 
-    def buried(self, record: DeadLetterRecord) -> None:
+    def dead_lettered(self, record: DeadLetterRecord) -> None:
         """Positions are dead letters."""
         state, index = self._subscriptions[record.subscription_id], self._indexes.of(record.index_id)
         rows = record.rows

@@ -206,7 +206,7 @@ class NackDecisions:
             records += decided
         return tuple(records), left
 
-    def sought(self, state: SubscriptionState, left: NackBatch) -> HeldPositions:
+    def positions_to_find(self, state: SubscriptionState, left: NackBatch) -> HeldPositions:
         """The positions to look for in the backlog: of a message of a batch its entry, too."""
         return left.positions.with_entries()
 
@@ -215,8 +215,8 @@ class NackDecisions:
     ) -> tuple[tuple[Record, ...], Ignored]:
         """The rest: (the records to journal in one slot, what is ignored).
 
-        `found`: the rows of the backlog that `sought` names. What the subscription is not owed, and may get a row,
-        enters the backlog.
+        `found`: the rows of the backlog that `positions_to_find` names. What the subscription is not owed, and may get
+        a row, enters the backlog.
         """
         records: list[Record] = []
         found = state.counted(found)
@@ -234,7 +234,7 @@ class NackDecisions:
             if state.key_shared is not None:
                 # Those that are left wait for a NACKED one.
                 strange &= ~state.key_shared.plans.are_planned(entries.ledger_id, entries.entry_id)
-            records += self._decide_strange(state, left.take(strange), terms)
+            records += self._decide_unowed(state, left.take(strange), terms)
             left = left.take(~strange)
         indexes = self._indexes.serving(state.subscription_id)
         ignored = why_ignored(indexes, state, left.positions, found, now_ms=terms.now_ms, any_time=True)
@@ -482,7 +482,7 @@ class NackDecisions:
 
     # ---- positions that Tarry has not handed out
 
-    def _decide_strange(self, state: SubscriptionState, strange: NackBatch, terms: RedeliveryTerms) -> Iterator[Record]:
+    def _decide_unowed(self, state: SubscriptionState, strange: NackBatch, terms: RedeliveryTerms) -> Iterator[Record]:
         parts = strange.positions.are_parts()
         # What was handed out keeps its time; nothing gets a row that is not due.
         times_ms = np.minimum(strange.positions.deliver_at_ms, np.uint64(terms.now_ms))

@@ -203,7 +203,7 @@ class SubscriptionState:
         return self.key_shared
 
     @property
-    def looks_on(self) -> bool:
+    def needs_more_backlog(self) -> bool:
         """Whether nothing was found yet by who reads the backlog again, and there is more to look at."""
         if self.reader is not None and not self.reader.is_held_up:
             return not self.ready_rows

@@ -309,7 +309,7 @@ class TopicState:
                 if record.leaves_backlog:
                     self.acknowledging.acknowledged((record,), slot)
                 if record.subscription_id in self.subscriptions:
-                    self.dead_lettering.buried(record)
+                    self.dead_lettering.dead_lettered(record)
             case ReplayRecord() if record.subscription_id in self.subscriptions:
                 self.dead_lettering.replayed(record, slot, elapsed_ms=elapsed_ms)
             case PurgeRecord() if record.subscription_id in self.subscriptions:

@@ -447,7 +447,7 @@ def an_entry_takes_later_parts_along(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_late_row_has_no_time(patch: pytest.MonkeyPatch) -> None:
-    decide = NackDecisions._decide_strange
+    decide = NackDecisions._decide_unowed
 
     def without_times(
         self: NackDecisions, state: SubscriptionState, strange: NackBatch, terms: RedeliveryTerms
@@ -456,7 +456,7 @@ def a_late_row_has_no_time(patch: pytest.MonkeyPatch) -> None:
         positions = dataclasses.replace(strange.positions, deliver_at_ms=times_ms)
         return decide(self, state, dataclasses.replace(strange, positions=positions), terms)
 
-    patch.setattr(NackDecisions, "_decide_strange", without_times)
+    patch.setattr(NackDecisions, "_decide_unowed", without_times)
 
 
 def a_late_row_begins_anew(patch: pytest.MonkeyPatch) -> None:
