@@ -39,7 +39,7 @@ import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core.backlog.dead_letter_rows import DeadLetterRows
-from daemon.core.backlog.in_flight import Mask, Places
+from daemon.core.backlog.in_flight import Places
 from daemon.core.backlog.nack_tracker import rounded_up
 from daemon.core.decisions.ack_decisions import AckDecisions
 from daemon.core.decisions.claims import HeldPositions, Ignored, are_owed, matched, why_ignored
@@ -48,7 +48,7 @@ from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index import entitlement
 from daemon.core.index.index import Index
 from daemon.core.index.indexes import Indexes, keys_of_entries
-from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, bitmap_of, contained, keys_of
+from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, Mask, bitmap_of, contained, keys_of
 from daemon.core.key_shared.key_share import KeyShared
 from storage_backends.formats.index_ids import batch_parts_of, of_part, part_entry_id
 from storage_backends.formats.row_columns import U32, U64, Rows

@@ -32,9 +32,9 @@ from pyroaring import BitMap64
 
 from daemon.core.backlog.backlog_reader import BacklogReader
 from daemon.core.backlog.dead_letter_rows import DeadLetters
-from daemon.core.backlog.in_flight import InFlight, Mask
+from daemon.core.backlog.in_flight import InFlight
 from daemon.core.backlog.nack_tracker import NackTracker
-from daemon.core.index.position_keys import FEW, KeyedRows, PagePlaces, bitmap_of, contained, keys_of
+from daemon.core.index.position_keys import FEW, KeyedRows, Mask, PagePlaces, bitmap_of, contained, keys_of
 from daemon.core.index.runs import earliest, first_time_ms
 from daemon.core.key_shared.key_share import KeyShared
 from daemon.errors import InvariantViolated

@@ -31,7 +31,6 @@ from pyroaring import BitMap64
 from daemon.core import limits
 from daemon.core.backlog.backlog_reader import BacklogReader
 from daemon.core.backlog.dead_letter_rows import FrozenDeadLetters
-from daemon.core.backlog.in_flight import Mask
 from daemon.core.backlog.nack_tracker import FrozenNacks
 from daemon.core.decisions import add_decisions, departures, feeding
 from daemon.core.decisions.ack_decisions import AckDecisions
@@ -50,7 +49,7 @@ from daemon.core.index.index import Index, SeenRows
 from daemon.core.index.indexes import Indexes
 from daemon.core.index.merging import MergedBucket
 from daemon.core.index.mutable_bucket import MutableBucket
-from daemon.core.index.position_keys import KeyedRows, bitmap_of, contained
+from daemon.core.index.position_keys import KeyedRows, Mask, bitmap_of, contained
 from daemon.core.index.runs import earliest
 from daemon.core.index.segments import SegmentCache, SegmentRange
 from daemon.errors import InvariantViolated

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core.backlog.in_flight import InFlight, Mask
+from daemon.core.backlog.in_flight import InFlight
 from daemon.core.decisions import departures, feeding
 from daemon.core.decisions.ack_decisions import AckDecisions
 from daemon.core.decisions.dead_letter_decisions import DeadLetterDecisions
@@ -21,7 +21,7 @@ from daemon.core.index import bucket as quarantine
 from daemon.core.index import containment, entitlement, retention
 from daemon.core.index.bucket import Bucket, QuarantinedBucket
 from daemon.core.index.index import Index
-from daemon.core.index.position_keys import KeyedRows, PageTable
+from daemon.core.index.position_keys import KeyedRows, Mask, PageTable
 from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import GoneRecord, Record, WaiveRecord
 from tests.daemon.core.decisions import test_leases, test_trimming

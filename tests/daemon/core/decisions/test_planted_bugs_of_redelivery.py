@@ -11,7 +11,7 @@ import pytest
 from pyroaring import BitMap64
 
 from daemon.core.backlog.dead_letter_rows import DeadLetterRows, DeadLetters
-from daemon.core.backlog.in_flight import InFlight, Mask
+from daemon.core.backlog.in_flight import InFlight
 from daemon.core.backlog.nack_tracker import NackTracker
 from daemon.core.decisions import ack_decisions, nack_decisions, topic_state
 from daemon.core.decisions import topic_state as topic_module
@@ -25,7 +25,7 @@ from daemon.core.decisions.topic_state import SubscriptionCut, TopicState
 from daemon.core.decisions.withdrawal_decisions import WithdrawalDecisions
 from daemon.core.index import entitlement
 from daemon.core.index.index import Index
-from daemon.core.index.position_keys import KeyedRows, PagePlaces, bitmap_of
+from daemon.core.index.position_keys import KeyedRows, Mask, PagePlaces, bitmap_of
 from storage_backends.formats.row_columns import U32, U64, Rows
 from storage_backends.formats.slot_format import DeadLetterRecord, NackRecord, Record, ReplayRecord
 from tests.daemon.core._support import journaled_topic

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core.backlog.in_flight import Mask, Places
-from daemon.core.index.position_keys import KeyRange, PageTable
+from daemon.core.backlog.in_flight import Places
+from daemon.core.index.position_keys import KeyRange, Mask, PageTable
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_slots import U16
 from daemon.core.key_shared.last_sent_position import LastSentPosition

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core.backlog.in_flight import Mask
 from daemon.core.decisions import key_shared_backlogs
 from daemon.core.decisions.subscription_state import SubscriptionState
-from daemon.core.index.position_keys import KeyedRows
+from daemon.core.index.position_keys import KeyedRows, Mask
 from daemon.core.key_shared import key_share as key_shared_module
 from daemon.core.key_shared.draining_hashes import DrainingHashes, HashHolds
 from daemon.core.key_shared.hash_slots import U16
