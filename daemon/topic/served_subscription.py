@@ -26,11 +26,10 @@ import numpy as np
 
 from daemon.call_values import Consumer, HandedOut, HeldByConsumers
 from daemon.core import limits
-from daemon.core.backlog.in_flight import Mask
 from daemon.core.decisions.claims import ClaimedRows, HeldPositions, rows_claimed
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index import indexes
-from daemon.core.index.position_keys import KeyedRows
+from daemon.core.index.position_keys import KeyedRows, Mask
 from daemon.core.index.segments import SegmentRange
 from daemon.errors import Conflict, InvalidArgument, QuotaExceeded
 from daemon.runtime.environment import Environment
@@ -281,7 +280,7 @@ class ServedSubscription:
             return
         if not needed:
             self.notify()
-            if not state.looks_on:
+            if not state.needs_more_backlog:
                 return
         # Of all that was looked at nothing may be handed out: others have their turn.
         waits = self.topic.load(needed) if needed else pace.give_way()

@@ -328,7 +328,7 @@ class NackRequests:
         ignored = Ignored.nothing()
         if len(left.positions):
             found = await self._acks.find(
-                state, redelivery.sought(state, left), left.positions, is_forwarded=is_forwarded
+                state, redelivery.positions_to_find(state, left), left.positions, is_forwarded=is_forwarded
             )
             found_records, ignored = redelivery.stage_found(state, left, found, self.terms(state))
             topic.take_back(state)

@@ -23,11 +23,10 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core.index.position_keys import KeyedRows, bitmap_of, contained, firsts, keys_of
+from daemon.core.index.position_keys import KeyedRows, Mask, bitmap_of, contained, firsts, keys_of
 from daemon.core.index.runs import earliest, first_time_ms
 from storage_backends.formats.row_columns import U32, U64
 
-Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
 
 # Batches that are kept as delivered. Beyond that the oldest are sorted in, several together since each may be of one

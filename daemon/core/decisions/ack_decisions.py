@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 from pyroaring import BitMap64
 
-from daemon.core.backlog.in_flight import Mask
 from daemon.core.decisions.claims import NO_CLAIMS, HeldPositions, are_kept_back, are_owed, claimed_in
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index import entitlement
@@ -20,7 +19,7 @@ from daemon.core.index import indexes as batch_parts
 from daemon.core.index.entitlement import NOBODY_ELSE, Entitled
 from daemon.core.index.index import Index
 from daemon.core.index.indexes import Indexes
-from daemon.core.index.position_keys import KeyedRows, bitmap_of, contained, keys_of
+from daemon.core.index.position_keys import KeyedRows, Mask, bitmap_of, contained, keys_of
 from daemon.core.key_shared.key_share import KeyShared
 from storage_backends.formats.index_ids import SHARED, subscription_of
 from storage_backends.formats.row_columns import U32, U64, Rows

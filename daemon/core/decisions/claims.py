@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core.backlog.in_flight import Mask, Places
+from daemon.core.backlog.in_flight import Places
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index import entitlement
 from daemon.core.index.index import Index, SeenRows, are_of_time
-from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, bitmap_of, contained, firsts
+from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, Mask, bitmap_of, contained, firsts
 from daemon.core.index.segments import SegmentRange
 from storage_backends.formats.index_ids import NO_BATCH_INDEX, part_entry_id
 from storage_backends.formats.row_columns import U32, U64, Rows

@@ -137,8 +137,8 @@ class DeadLetterDecisions:
 
     # ---- applying decisions
 
-    def buried(self, record: DeadLetterRecord) -> None:
-        """Add positions to the list of dead letters."""
+    def dead_lettered(self, record: DeadLetterRecord) -> None:
+        """Positions are dead letters."""
         state, index = self._subscriptions[record.subscription_id], self._indexes.of(record.index_id)
         rows = record.rows
         # Positions that have no row were staged to get one.

@@ -18,13 +18,12 @@ import numpy as np
 
 from daemon.core import limits
 from daemon.core.backlog.backlog_reader import BacklogReader
-from daemon.core.backlog.in_flight import Mask
 from daemon.core.backlog.nack_tracker import FrozenNacks
 from daemon.core.decisions import feeding
 from daemon.core.decisions.claims import HeldPositions, are_owed
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.indexes import Indexes
-from daemon.core.index.position_keys import KeyedRows, bitmap_of, contained
+from daemon.core.index.position_keys import KeyedRows, Mask, bitmap_of, contained
 from daemon.core.index.runs import Place
 from daemon.core.index.segments import SegmentRange
 from daemon.core.key_shared.key_share import KeyShared

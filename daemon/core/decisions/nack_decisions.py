@@ -36,7 +36,7 @@ import numpy as np
 from pyroaring import BitMap64
 
 from daemon.core.backlog.dead_letter_rows import DeadLetterRows
-from daemon.core.backlog.in_flight import Mask, Places
+from daemon.core.backlog.in_flight import Places
 from daemon.core.backlog.nack_tracker import rounded_up
 from daemon.core.decisions.ack_decisions import AckDecisions
 from daemon.core.decisions.claims import HeldPositions, Ignored, are_owed, matched, why_ignored
@@ -45,7 +45,7 @@ from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index import entitlement
 from daemon.core.index.index import Index
 from daemon.core.index.indexes import Indexes, keys_of_entries
-from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, bitmap_of, contained, keys_of
+from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, Mask, bitmap_of, contained, keys_of
 from daemon.core.key_shared.key_share import KeyShared
 from storage_backends.formats.index_ids import batch_parts_of, of_part, part_entry_id
 from storage_backends.formats.row_columns import U32, U64, Rows
@@ -204,8 +204,8 @@ class NackDecisions:
             records += decided
         return tuple(records), left
 
-    def sought(self, state: SubscriptionState, left: NackBatch) -> HeldPositions:
-        """Return the positions to look for in the backlog, with the entries of messages."""
+    def positions_to_find(self, state: SubscriptionState, left: NackBatch) -> HeldPositions:
+        """The positions to look for in the backlog: of a message of a batch its entry, too."""
         return left.positions.with_entries()
 
     def stage_found(
@@ -213,8 +213,8 @@ class NackDecisions:
     ) -> tuple[tuple[Record, ...], Ignored]:
         """Decide the rest: (records to journal in one slot, ignored positions).
 
-        `found` are the rows of the backlog that `sought` names. Positions that the subscription is not owed, but that
-        may get a row, enter the backlog.
+        `found`: the rows of the backlog that `positions_to_find` names. What the subscription is not owed, and may get
+        a row, enters the backlog.
         """
         records: list[Record] = []
         found = state.counted(found)
@@ -232,7 +232,7 @@ class NackDecisions:
             if state.key_shared is not None:
                 # Planned positions that are left wait for a NACKED one.
                 strange &= ~state.key_shared.plans.are_planned(entries.ledger_id, entries.entry_id)
-            records += self._decide_strange(state, left.take(strange), terms)
+            records += self._decide_unowed(state, left.take(strange), terms)
             left = left.take(~strange)
         indexes = self._indexes.serving(state.subscription_id)
         ignored = why_ignored(indexes, state, left.positions, found, now_ms=terms.now_ms, any_time=True)
@@ -484,7 +484,7 @@ class NackDecisions:
 
     # ---- positions that Tarry has not delivered
 
-    def _decide_strange(self, state: SubscriptionState, strange: NackBatch, terms: RedeliveryTerms) -> Iterator[Record]:
+    def _decide_unowed(self, state: SubscriptionState, strange: NackBatch, terms: RedeliveryTerms) -> Iterator[Record]:
         parts = strange.positions.are_parts()
         # A delivered position keeps its time, but no new row may be due later than now.
         times_ms = np.minimum(strange.positions.deliver_at_ms, np.uint64(terms.now_ms))

@@ -25,9 +25,9 @@ from pyroaring import BitMap64
 
 from daemon.core.backlog.backlog_reader import BacklogReader
 from daemon.core.backlog.dead_letter_rows import DeadLetters
-from daemon.core.backlog.in_flight import InFlight, Mask
+from daemon.core.backlog.in_flight import InFlight
 from daemon.core.backlog.nack_tracker import NackTracker
-from daemon.core.index.position_keys import FEW, KeyedRows, PagePlaces, bitmap_of, contained, keys_of
+from daemon.core.index.position_keys import FEW, KeyedRows, Mask, PagePlaces, bitmap_of, contained, keys_of
 from daemon.core.index.runs import earliest, first_time_ms
 from daemon.core.key_shared.key_share import KeyShared
 from daemon.errors import InvariantViolated
@@ -201,8 +201,8 @@ class SubscriptionState:
         return self.key_shared
 
     @property
-    def looks_on(self) -> bool:
-        """True if the reader of the backlog has found nothing yet and there is more to read."""
+    def needs_more_backlog(self) -> bool:
+        """Whether nothing was found yet by who reads the backlog again, and there is more to look at."""
         if self.reader is not None and not self.reader.is_held_up:
             return not self.ready_rows
         return self.key_shared is not None and self.key_shared.reads_on and not self.key_shared.is_held_up

@@ -23,7 +23,6 @@ from pyroaring import BitMap64
 from daemon.core import limits
 from daemon.core.backlog.backlog_reader import BacklogReader
 from daemon.core.backlog.dead_letter_rows import FrozenDeadLetters
-from daemon.core.backlog.in_flight import Mask
 from daemon.core.backlog.nack_tracker import FrozenNacks
 from daemon.core.decisions import add_decisions, departures, feeding
 from daemon.core.decisions.ack_decisions import AckDecisions
@@ -42,7 +41,7 @@ from daemon.core.index.index import Index, SeenRows
 from daemon.core.index.indexes import Indexes
 from daemon.core.index.merging import MergedBucket
 from daemon.core.index.mutable_bucket import MutableBucket
-from daemon.core.index.position_keys import KeyedRows, bitmap_of, contained
+from daemon.core.index.position_keys import KeyedRows, Mask, bitmap_of, contained
 from daemon.core.index.runs import earliest
 from daemon.core.index.segments import SegmentCache, SegmentRange
 from daemon.errors import InvariantViolated
@@ -309,7 +308,7 @@ class TopicState:
                 if record.leaves_backlog:
                     self.acknowledging.acknowledged((record,), slot)
                 if record.subscription_id in self.subscriptions:
-                    self.dead_lettering.buried(record)
+                    self.dead_lettering.dead_lettered(record)
             case ReplayRecord() if record.subscription_id in self.subscriptions:
                 self.dead_lettering.replayed(record, slot, elapsed_ms=elapsed_ms)
             case PurgeRecord() if record.subscription_id in self.subscriptions:

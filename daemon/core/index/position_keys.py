@@ -5,7 +5,17 @@ the low 32 bits of its entry id, so one bitmap and one array hold positions of a
 indexes of a topic has two keys. Keys live in memory only and mean nothing in another topic. Their order is not the
 order of positions. Stored forms are in `storage_backends.formats`.
 
-`KeyIndex` finds the rows of keys in a growing column.
+Keys live in memory only and mean nothing in another topic. Their order is not the order of positions.
+
+Finding rows of a growing column of keys.
+
+Owns: the order of the keys, made when it is first asked for and kept up with the column.
+Does not own: the columns (`mutable_bucket`).
+
+The order of positions, messages of batches beside their entries.
+
+Owns: comparing rows of all of a topic's indexes by position.
+Does not own: what the order is good for (`key_share`).
 """
 
 from __future__ import annotations
@@ -23,6 +33,7 @@ import numpy.typing as npt
 from pyroaring import BitMap, BitMap64
 
 from daemon.errors import InvariantViolated
+from storage_backends.formats.index_ids import are_of_batch_parts, of_part
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.row_columns import U32, U64, Index, Rows
 
@@ -45,8 +56,9 @@ KeyRange = tuple[int, int]
 # Returns the ordinal of a page, given by ledger id and number, or None.
 OrdinalOf = Callable[[int, int], int | None]
 Ordinals = npt.NDArray[np.int64]
-# The portable Roaring form: the cookie of a bitmap with run containers; the number of containers below which such a
-# bitmap has no offsets; a container is never larger than a plain bit set.
+Mask = npt.NDArray[np.bool_]
+# The portable Roaring form: the mark of a bitmap that has run containers; below this many containers such a bitmap
+# carries no offsets; a container is never larger than a plain bit set.
 _COOKIE_WITH_RUNS = 12347
 _COOKIE_WITHOUT_RUNS = 12346
 # Cookie, number of containers, key of the first one and its rows minus one; its offset follows.
@@ -776,3 +788,35 @@ class KeyIndex:
             places = np.argsort(keys, kind="stable")
             keys = keys[places]
         self._runs.append(_Run(first, end, keys, places))
+
+
+# (ledger_id, entry_id, batch index and 1, 0 of entries as a whole) of n rows.
+Columns = tuple[U64, U64, U64]
+
+
+class PositionOrder:
+    """`places`: the topic's."""
+
+    def __init__(self, places: PagePlaces) -> None:
+        self._places = places
+
+    def columns(self, rows: KeyedRows) -> Columns:
+        ledger_id, entry_id = rows.rows.ledger_id, rows.rows.entry_id
+        parts = are_of_batch_parts(self._places.owners(rows.keys))
+        if not parts.any():
+            return ledger_id, entry_id, np.zeros(len(rows), np.uint64)
+        entry_of_part, batch_index = of_part(entry_id)
+        places = np.where(parts, batch_index.astype(np.uint64) + np.uint64(1), np.uint64(0))
+        return ledger_id, np.where(parts, entry_of_part, entry_id), places
+
+    def ordered(self, rows: KeyedRows) -> KeyedRows:
+        """The rows by position."""
+        return rows.take(np.lexsort(self.columns(rows)[::-1]))
+
+
+def are_greater(columns: Columns, others: Sequence[U64]) -> Mask:
+    """Which positions come after others, one by one."""
+    greater: Mask = columns[-1] > others[-1]
+    for column, other in zip(columns[-2::-1], others[-2::-1], strict=True):
+        greater = (column > other) | ((column == other) & greater)
+    return greater

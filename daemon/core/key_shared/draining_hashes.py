@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core.backlog.in_flight import InFlight, Mask
-from daemon.core.index.position_keys import KeyedRows, bitmap_of, contained
+from daemon.core.backlog.in_flight import InFlight
+from daemon.core.index.position_keys import KeyedRows, Mask, bitmap_of, contained
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
 from daemon.core.key_shared.key_consumers import Consumers
 from daemon.errors import InvariantViolated

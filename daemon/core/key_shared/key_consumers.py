@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from daemon.core.backlog.in_flight import Mask
+from daemon.core.index.position_keys import Mask
 from daemon.core.key_shared.hash_slots import U16, HashRange
 from daemon.errors import InvariantViolated
 from storage_backends.formats.row_columns import U32

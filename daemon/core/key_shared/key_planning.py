@@ -10,15 +10,14 @@ import dataclasses
 
 import numpy as np
 
-from daemon.core.backlog.in_flight import Mask, Places
-from daemon.core.index.position_keys import KeyedRows
+from daemon.core.backlog.in_flight import Places
+from daemon.core.index.position_keys import KeyedRows, Mask, PositionOrder
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_selectors import HashSelector
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
 from daemon.core.key_shared.key_consumers import I64
 from daemon.core.key_shared.last_sent_position import LastSentPosition
 from daemon.core.key_shared.nack_blocks import NackBlocks
-from daemon.core.key_shared.position_order import PositionOrder
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

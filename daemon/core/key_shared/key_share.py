@@ -24,8 +24,18 @@ import numpy as np
 from pyroaring import BitMap, BitMap64
 
 from daemon.core.backlog.backlog_reader import BacklogReader
-from daemon.core.backlog.in_flight import InFlight, Mask, Places
-from daemon.core.index.position_keys import KeyedRows, PagePlaces, PageTable, bitmap_of, contained, keys_of, pages_of
+from daemon.core.backlog.in_flight import InFlight, Places
+from daemon.core.index.position_keys import (
+    KeyedRows,
+    Mask,
+    PagePlaces,
+    PageTable,
+    PositionOrder,
+    bitmap_of,
+    contained,
+    keys_of,
+    pages_of,
+)
 from daemon.core.key_shared import hash_selectors
 from daemon.core.key_shared.draining_hashes import DrainingHashes, HashHolds
 from daemon.core.key_shared.hash_slots import ALL_SLOTS, HASH_SLOTS, U16, slots_of
@@ -33,7 +43,6 @@ from daemon.core.key_shared.key_consumers import I64, Consumers, Joining
 from daemon.core.key_shared.key_planning import Planning
 from daemon.core.key_shared.last_sent_position import LastSentPosition
 from daemon.core.key_shared.nack_blocks import BlockingNacks
-from daemon.core.key_shared.position_order import PositionOrder
 from daemon.core.key_shared.waiting_rows import EvictedSlots, WaitingRows
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.index_ids import PLANNED_OWNER, are_of_batch_parts

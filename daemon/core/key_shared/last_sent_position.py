@@ -22,8 +22,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from daemon.core.backlog.in_flight import Mask, Places
-from daemon.core.index.position_keys import KeyIndex, PageTable, firsts
+from daemon.core.backlog.in_flight import Places
+from daemon.core.index.position_keys import KeyIndex, Mask, PageTable, firsts
 from daemon.core.key_shared.hash_slots import U16
 from storage_backends.formats.row_columns import U64
 

@@ -17,10 +17,18 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap64
 
-from daemon.core.backlog.in_flight import InFlight, Mask
-from daemon.core.index.position_keys import KeyedRows, KeyIndex, bitmap_of, contained, keys_of
+from daemon.core.backlog.in_flight import InFlight
+from daemon.core.index.position_keys import (
+    KeyedRows,
+    KeyIndex,
+    Mask,
+    PositionOrder,
+    are_greater,
+    bitmap_of,
+    contained,
+    keys_of,
+)
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
-from daemon.core.key_shared.position_order import PositionOrder, are_greater
 from storage_backends.formats.row_columns import U32, U64
 
 _ONE = np.uint32(1)

@@ -25,12 +25,11 @@ import numpy.typing as npt
 from pyroaring import BitMap64
 
 from daemon.core.backlog.backlog_reader import BacklogReader
-from daemon.core.backlog.in_flight import Mask, Places
-from daemon.core.index.position_keys import KeyedRows, bitmap_of, contained
+from daemon.core.backlog.in_flight import Places
+from daemon.core.index.position_keys import KeyedRows, Mask, PositionOrder, bitmap_of, contained
 from daemon.core.index.runs import earliest, first_time_ms
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16, slots_of
 from daemon.core.key_shared.key_planning import before_refused
-from daemon.core.key_shared.position_order import PositionOrder
 from storage_backends.formats.row_columns import U64
 
 # Chooses the receiver of each row, given rows, the places of those that are left, and the hash slots of these.

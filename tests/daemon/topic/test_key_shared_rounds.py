@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from daemon.core.backlog.backlog_reader import BacklogReader
-from daemon.core.backlog.in_flight import Mask
+from daemon.core.index.position_keys import Mask
 from daemon.core.key_shared.waiting_rows import EvictedSlots
 from daemon.metrics import TopicNumbers
 from daemon.owner.requests import Requests

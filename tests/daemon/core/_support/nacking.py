@@ -79,7 +79,7 @@ def stage_nack(
     records, left = redelivery.stage(state, batch, on)
     ignored = Ignored.nothing()
     if len(left.positions):
-        found = topic.find_in_backlog(state, redelivery.sought(state, left), any_time=True)
+        found = topic.find_in_backlog(state, redelivery.positions_to_find(state, left), any_time=True)
         more, ignored = redelivery.stage_found(state, left, found, on)
         records = (*records, *more)
     return _staged(topic, records, ignored)

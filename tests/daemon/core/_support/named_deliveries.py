@@ -93,7 +93,7 @@ class OnePosition:
         ignored = Ignored.nothing()
         if len(left):
             self.topic.pass_all()
-            found = self.topic.find_in_backlog(state, redelivery.sought(state, left), any_time=True)
+            found = self.topic.find_in_backlog(state, redelivery.positions_to_find(state, left), any_time=True)
             more, ignored = redelivery.stage_found(state, left, found, terms)
             records = (*records, *more)
         for record in records:

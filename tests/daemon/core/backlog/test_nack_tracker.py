@@ -329,7 +329,8 @@ def test_constant_delays_are_packed_without_a_sort(tracked: Tracked, monkeypatch
     def sorted_after_all(*_: object, **__: object) -> None:
         raise AssertionError("rows in due order were sorted")
 
-    monkeypatch.setattr(nack_tracker, "due_order", sorted_after_all)
+    # What is packed in several parts is sorted, and split then.
+    monkeypatch.setattr(np, "array_split", sorted_after_all)
     sort = packed_rows._Fields.packed
 
     def in_order_already(self: packed_rows._Fields) -> U64 | None:
@@ -469,7 +470,8 @@ def pages_are_in_the_order_they_came_in(patch: pytest.MonkeyPatch) -> None:
 
 def a_line_takes_rows_that_are_due_before_its_last(patch: pytest.MonkeyPatch) -> None:
     """Harmless by itself: a run of several parts must not be cut by it."""
-    patch.setattr(nack_tracker, "due_order", lambda columns, places: np.arange(len(columns)))
+    split = np.array_split
+    patch.setattr(np, "array_split", lambda order, parts: split(np.arange(len(order)), parts))
 
 
 def a_merge_forgets_what_is_left_of_its_last_source(patch: pytest.MonkeyPatch) -> None:

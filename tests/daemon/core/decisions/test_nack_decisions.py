@@ -98,7 +98,7 @@ class One:
         ignored = Ignored.nothing()
         more: tuple[Record, ...] = ()
         if len(left):
-            sought = self.topic.redelivery.sought(self.state, left)
+            sought = self.topic.redelivery.positions_to_find(self.state, left)
             found, missing = self.topic.find_in_backlog(self.state, sought, {}, any_time=True)
             assert not missing
             more, ignored = self.topic.redelivery.stage_found(self.state, left, found, terms)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from pyroaring import BitMap, BitMap64
 
 from daemon.core.backlog.backlog_reader import BacklogReader
-from daemon.core.backlog.in_flight import InFlight, Mask
+from daemon.core.backlog.in_flight import InFlight
 from daemon.core.decisions.ack_decisions import AckDecisions
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.decisions.topic_state import RedeliveryCut, TopicState
@@ -20,7 +20,7 @@ from daemon.core.index import entitlement
 from daemon.core.index.bucket import Bucket, GoneSet
 from daemon.core.index.index import BucketBits, Index
 from daemon.core.index.mutable_bucket import MutableBucket
-from daemon.core.index.position_keys import KeyedRows, PageTable, bitmap_of
+from daemon.core.index.position_keys import KeyedRows, Mask, PageTable, bitmap_of
 from daemon.core.index.runs import SortedRun
 from daemon.core.index.segments import SegmentCursor
 from daemon.errors import InvariantViolated

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core.backlog.in_flight import InFlight, Mask
+from daemon.core.backlog.in_flight import InFlight
 from daemon.core.decisions import departures, feeding
 from daemon.core.decisions.ack_decisions import AckDecisions
 from daemon.core.decisions.dead_letter_decisions import DeadLetterDecisions
@@ -18,10 +18,10 @@ from daemon.core.decisions.departures import Departure, LedgerRanges
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index import bucket as quarantine
-from daemon.core.index import containment, entitlement, retention
+from daemon.core.index import containment, entitlement, index, retention
 from daemon.core.index.bucket import Bucket
 from daemon.core.index.index import Index
-from daemon.core.index.position_keys import KeyedRows, PageTable
+from daemon.core.index.position_keys import KeyedRows, Mask, PageTable
 from storage_backends.formats.row_columns import U64
 from storage_backends.formats.slot_format import GoneRecord, Record, WaiveRecord
 from tests.daemon.core.decisions import test_leases, test_trimming
@@ -268,11 +268,11 @@ def an_add_may_overtake_an_acknowledgement_of_a_damaged_bucket(patch: pytest.Mon
 
 def adds_before_the_damage_count_as_added_again(patch: pytest.MonkeyPatch) -> None:
     added_again = quarantine.added_again
-    patch.setattr(quarantine, "added_again", lambda damaged, added, slot: added_again(damaged, added, 1 << 60))
+    patch.setattr(index, "added_again", lambda damaged, added, slot: added_again(damaged, added, 1 << 60))
 
 
 def what_left_before_the_restart_is_not_asked_of_pages_that_nobody_holds(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(quarantine, "learns_positions", lambda damaged: False)
+    patch.setattr(index, "learns_positions", lambda damaged: False)
 
 
 def a_trim_of_a_part_takes_all_that_nobody_knows(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from pyroaring import BitMap64
 
 from daemon.core.backlog.dead_letter_rows import DeadLetterRows, DeadLetters
-from daemon.core.backlog.in_flight import InFlight, Mask
+from daemon.core.backlog.in_flight import InFlight
 from daemon.core.backlog.nack_tracker import NackTracker
 from daemon.core.decisions import nack_decisions, topic_state
 from daemon.core.decisions import topic_state as topic_module
@@ -24,7 +24,7 @@ from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.decisions.topic_state import SubscriptionCut, TopicState
 from daemon.core.index import entitlement
 from daemon.core.index.index import Index
-from daemon.core.index.position_keys import KeyedRows, PagePlaces, bitmap_of
+from daemon.core.index.position_keys import KeyedRows, Mask, PagePlaces, bitmap_of
 from storage_backends.formats.row_columns import U64, Rows
 from storage_backends.formats.slot_format import DeadLetterRecord, NackRecord, Record, ReplayRecord
 from tests.daemon.core._support import journaled_topic
@@ -389,7 +389,7 @@ def a_part_counts_on_from_one_row_of_its_entry(patch: pytest.MonkeyPatch) -> Non
 
 
 def a_late_row_has_no_time(patch: pytest.MonkeyPatch) -> None:
-    decide = NackDecisions._decide_strange
+    decide = NackDecisions._decide_unowed
 
     def without_times(
         self: NackDecisions, state: SubscriptionState, strange: NackBatch, terms: RedeliveryTerms
@@ -398,7 +398,7 @@ def a_late_row_has_no_time(patch: pytest.MonkeyPatch) -> None:
         positions = dataclasses.replace(strange.positions, deliver_at_ms=times_ms)
         return decide(self, state, dataclasses.replace(strange, positions=positions), terms)
 
-    patch.setattr(NackDecisions, "_decide_strange", without_times)
+    patch.setattr(NackDecisions, "_decide_unowed", without_times)
 
 
 def a_late_row_begins_anew(patch: pytest.MonkeyPatch) -> None:

@@ -109,8 +109,14 @@ def the_first_subscription_alone_gets_what_is_for_all(patch: pytest.MonkeyPatch)
 
 
 def own_rows_never_come_due(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Indexes, "memory_buckets", property(lambda self: self.shared.memory_buckets))
-    patch.setattr(Indexes, "readable", property(lambda self: self.shared.readable))
+    runs_at = Indexes._runs_at
+
+    def of_the_shared_one(self, now_ms):  # type: ignore[no-untyped-def]
+        sources, runs = runs_at(self, now_ms)
+        shared = [number for number, (bucket, *_) in enumerate(sources) if not bucket.index_id]
+        return [sources[number] for number in shared], [runs[number] for number in shared]
+
+    patch.setattr(Indexes, "_runs_at", of_the_shared_one)
 
 
 def a_backlog_is_read_again_in_the_shared_index_only(patch: pytest.MonkeyPatch) -> None:

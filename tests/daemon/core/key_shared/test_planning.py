@@ -6,14 +6,13 @@ import dataclasses
 
 import numpy as np
 
-from daemon.core.index.position_keys import KeyedRows
+from daemon.core.index.position_keys import KeyedRows, PositionOrder
 from daemon.core.key_shared.draining_hashes import DrainingHashes
 from daemon.core.key_shared.hash_selectors import Joiner, selector_of
 from daemon.core.key_shared.hash_slots import HASH_SLOTS
 from daemon.core.key_shared.key_planning import Planning, before_refused, share_out
 from daemon.core.key_shared.last_sent_position import LastSentPosition
 from daemon.core.key_shared.nack_blocks import NackBlocks
-from daemon.core.key_shared.position_order import PositionOrder
 from storage_backends.formats.manifest import HashSelector
 from tests.daemon.core.key_shared._support.keyed import Keyed, u16
 

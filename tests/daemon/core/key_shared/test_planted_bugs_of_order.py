@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from pyroaring import BitMap64
 
-from daemon.core.backlog.in_flight import Mask
-from daemon.core.index.position_keys import KeyedRows
+from daemon.core.index.position_keys import KeyedRows, Mask
 from daemon.core.key_shared import key_share as key_shared_module
 from daemon.core.key_shared.draining_hashes import DrainingHashes, HashHolds
 from daemon.core.key_shared.hash_slots import U16

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from daemon.core.index.position_keys import KeyedRows
-from daemon.core.key_shared.position_order import PositionOrder, are_greater
+from daemon.core.index.position_keys import KeyedRows, PositionOrder, are_greater
 from storage_backends.formats.index_ids import batch_parts_of, part_entry_id
 from tests.daemon.core.key_shared._support.keyed import Keyed
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from daemon.core.backlog.in_flight import Mask, Places
-from daemon.core.index.position_keys import KeyedRows, bitmap_of
+from daemon.core.backlog.in_flight import Places
+from daemon.core.index.position_keys import KeyedRows, Mask, PositionOrder, bitmap_of
 from daemon.core.key_shared.hash_slots import HASH_SLOTS, U16
-from daemon.core.key_shared.position_order import PositionOrder
 from daemon.core.key_shared.waiting_rows import WaitingRows
 from tests.daemon.core.key_shared._support.keyed import Keyed, entries
 
