@@ -1,16 +1,12 @@
-"""A topic that this daemon serves: requests, due rows and streams meet here.
+"""Serves one topic: rows come due, and requests and streams meet here.
 
-Owns: asking for rows, its wake-ups, and loading its segments.
-Does not own: decisions (`daemon.core.decisions.topic_state`), adds (`topic_adds`), who listens to a subscription and
-what is handed out (`served_subscription`), how streams open (`stream_opening`), requests on what was handed out
-(`acknowledging`, `negative_acknowledging`), the moment of a cancellation (`topic_withdrawals`), slots
-(`shard_staging`), seals and drops (`bucket_life`), changes of the topic as a whole (`topic_changes`), and what is shown
-of it (`topic_inspection`, `topic_retention`).
+`ServedTopic` is the topic of an owned shard. It has the pure state (`TopicState`), its slots, manifests and buckets,
+and its subscriptions; it loads segments, wakes up for due rows, and ends all of these together. The shard keeps it by
+name and by id.
 
-What one topic needs of its log, for who cuts the log and for who watches the topic.
-
-Owns: turns of the event loop between the steps of a look, pages of ledgers, and the last look at the topic as a whole.
-Does not own: what is looked at (`daemon.core.index.retention`).
+Requests: `topic_adds`, `topic_withdrawals`, `topic_acks`, `topic_dead_letters`. Deliveries: `served_subscription`.
+Changes of the topic as a whole: `daemon.shard.topic_changes`. What the topic needs of its message log:
+`TopicRetention`.
 """
 
 from __future__ import annotations
@@ -249,7 +245,7 @@ class ServedTopic:
         return found
 
     async def retained(self, ledger_ids: U64 | None, page_size: int, after: int | None) -> RetentionPage:
-        """What the topic needs of its log: a read of what is applied. See `topic_retention`."""
+        """What the topic needs of its log: a read of what is applied. See `TopicRetention`."""
         if self._ended is not None:
             raise self._ended
         page = await self.retention.page(ledger_ids, page_size, after)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from daemon.core.decisions.add_decisions import ACCEPTED, DUPLICATE, AddBatch, AddOutcome, AddRow
+from daemon.core.decisions.add_decisions import ACCEPTED, DUPLICATE, AddBatch, AddOutcome, AddRow, admit_all
 from daemon.core.quotas import Caller
 from daemon.errors import InvariantViolated, TarryError
 from daemon.runtime.environment import Environment
@@ -105,7 +105,7 @@ class TopicAdds:
         slots.check_accepting()
         topic.check_room()
         now_ms = self._environment.clock.now_ms()
-        admission = topic.quotas.admission(caller, now_ms=now_ms)
+        admission = topic.quotas.admission(caller, now_ms=now_ms) if topic.quotas.apply else None
         records, outcome = topic.core.stage_add(
             batch,
             now_ms=now_ms,
@@ -113,10 +113,11 @@ class TopicAdds:
             subscription_id=subscription_id,
             shared_index=topic.settings.shared_index,
             levels=topic.settings.levels,
-            admit=admission.admit,
+            admit=admit_all if admission is None else admission.admit,
         )
         slot = slots.stage(*records) if records else None
-        admission.staged(slot, rows=len(batch.entry_id) - len(outcome.refused))
+        if admission is not None:
+            admission.staged(slot, rows=len(batch.entry_id) - len(outcome.refused))
         answer: asyncio.Future[AddOutcome] = self._loop.create_future()
         self._answer_with(slot, [_Decided(outcome, answer)])
         return answer
@@ -184,7 +185,7 @@ class TopicAdds:
             and not topic.quotas.apply
             and not core.indexes.leaving
             and (topic.settings.shared_index or not core.subscriptions)
-            and min(each.deliver_at_ms for each in waiting) > core.floor_ms
+            and min([each.deliver_at_ms for each in waiting]) > core.floor_ms
         )
 
     def _stage_rows(self, waiting: Sequence[_Waiting]) -> None:
@@ -230,7 +231,7 @@ class TopicAdds:
         elif (error := durable.exception()) is not None:
             _fail(decided, error)
         else:
-            self._count(each.outcome for each in decided)
+            self._count([each.outcome for each in decided])
             for each in decided:
                 if not each.answer.done():
                     each.answer.set_result(each.outcome)
@@ -260,7 +261,7 @@ class TopicAdds:
 
 def _rows_of(waiting: Sequence[_Waiting]) -> Rows:
     key_hash = None
-    if any(each.row.key_hash is not None for each in waiting):
+    if [each for each in waiting if each.row.key_hash is not None]:
         key_hash = np.array([each.row.key_hash or 0 for each in waiting], np.uint32)
     return Rows(
         np.array([each.deliver_at_ms for each in waiting], np.uint64),

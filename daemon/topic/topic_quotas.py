@@ -36,8 +36,10 @@ class TopicQuotas:
         *,
         settled: Callable[[], Awaitable[None]],
     ) -> None:
-        self.limits = QuotaLimits()
+        self.limits = UNLIMITED
         self.pending = pending
+        # Whether anything is limited.
+        self.apply = bool(pending.rows_max)
         self.due: DueSeconds | None = None
         self._topic = topic
         self._environment = environment
@@ -57,16 +59,12 @@ class TopicQuotas:
         if limits == self.limits:
             return
         self.limits = limits
+        self.apply = limits != UNLIMITED or bool(self.pending.rows_max)
         self._rates = ClientRates(self._topic.name, limits)
         if not limits.due_rows_per_second_max:
             self.due = None
         elif self.due is None:
             self.due = DueSeconds()
-
-    @property
-    def apply(self) -> bool:
-        """Whether anything is limited."""
-        return self.limits != UNLIMITED or bool(self.pending.rows_max)
 
     @property
     def are_counted(self) -> bool:
