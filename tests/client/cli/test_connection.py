@@ -193,7 +193,9 @@ def test_where_nothing_listens_a_line_says_so_before_the_time_is_over(
 
     def story(seconds: float) -> None:
         first, last = run("topics", "--timeout", str(seconds)).stderr.splitlines()
-        assert first.startswith(f"tarry: nothing listens at {daemon.address} yet; if the daemon is not running, start it")
+        assert first.startswith(
+            f"tarry: nothing listens at {daemon.address} yet; if the daemon is not running, start it"
+        )
         assert "is unavailable" in last
 
     within_some_time(story)
