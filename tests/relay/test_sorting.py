@@ -141,7 +141,7 @@ def test_what_was_lost_before_it_was_read_is_told() -> None:
 def test_a_target_that_comes_back_is_refused(targets: tuple[Target, ...], told: str) -> None:
     source = Source(name="orders", dead_letters="dead")
     settings = Settings(relay=Relay(topic="orders"), source=source, broker=Redis(), targets=targets)
-    with pytest.raises(SettingsError, match=f"^{re.escape(told)}.*go round"):
+    with pytest.raises(SettingsError, match=f"^{re.escape(told)}.*circulate"):
         sorting.refuse_rounds(settings, Named())
     sorting.refuse_rounds(msgspec.structs.replace(settings, targets=TARGETS[:1]), Named())
 

@@ -101,7 +101,7 @@ def position_of(text: str) -> tuple[int, int]:
 def position_fault(ledger_id: int, entry_id: int) -> str:
     """Return the reason why (ledger, entry) cannot be a position of a stream; empty if it can."""
     if ledger_id != _LEDGER:
-        return f"ledger is {ledger_id}; a NATS stream has only ledger {_LEDGER}"
+        return f"ledger {ledger_id} does not exist; a NATS stream has only ledger {_LEDGER}"
     if not 1 <= entry_id < 2**64:
         return f"entry {entry_id} is no stream sequence, which is a whole number from 1"
     return ""

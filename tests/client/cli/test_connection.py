@@ -101,12 +101,12 @@ def test_without_anybody_to_ask_it_says_how_to_do_without(taking_away: FakeDaemo
         (
             grpc.StatusCode.UNAUTHENTICATED,
             1,
-            "topic is wrong. --token-file, or --tls-cert with --tls-key, says who asks",
+            "topic is wrong. Identify yourself with --token-file, or with --tls-cert and --tls-key",
         ),
         (
             grpc.StatusCode.PERMISSION_DENIED,
             1,
-            "topic is wrong. Ask with another --token-file or --tls-cert, or whoever",
+            "topic is wrong. Use another --token-file or --tls-cert, or ask",
         ),
         (grpc.StatusCode.CANCELLED, 1, "topic is wrong. (CANCELLED)"),
     ],
@@ -193,7 +193,9 @@ def test_where_nothing_listens_a_line_says_so_before_the_time_is_over(
 
     def story(seconds: float) -> None:
         first, last = run("topics", "--timeout", str(seconds)).stderr.splitlines()
-        assert first.startswith(f"tarry: nothing listens at {daemon.address} yet; if the daemon does not run, start it")
+        assert first.startswith(
+            f"tarry: nothing listens at {daemon.address} yet; if the daemon is not running, start it"
+        )
         assert "is unavailable" in last
 
     within_some_time(story)

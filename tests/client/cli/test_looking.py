@@ -148,7 +148,7 @@ def test_buckets_are_listed_and_what_is_in_none_is_counted(daemon: FakeDaemon, r
 
 def test_that_there_is_no_bucket_is_said(daemon: FakeDaemon, run: Run) -> None:
     daemon.script("ListBuckets", answer(inspect_pb2.ListBucketsResponse()))
-    assert "t has no sealed bucket; `tarry seal` makes one" in run("buckets", "t").stderr
+    assert "t has no sealed bucket; `tarry seal` creates one" in run("buckets", "t").stderr
 
 
 @pytest.mark.parametrize(("owner", "shown"), [("first", "first"), ("", "-")])
