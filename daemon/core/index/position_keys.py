@@ -446,15 +446,26 @@ class PageTable:
 
     def find(self, ledger_id: U64, entry_id: U64) -> U64:
         """The keys of positions; UNKNOWN_KEY where no bucket holds the page."""
-        return self._keys(ledger_id, entry_id, self._index.find, self._index.find_all)
+        if len(ledger_id) > FEW:
+            return self._keys(ledger_id, entry_id, self._index.find, self._index.find_all)
+        few = []
+        for ledger, entry in zip(ledger_id.tolist(), entry_id.tolist(), strict=True):
+            ordinal = self._index.find(ledger, entry >> PAGE_BITS)
+            few.append(_UNKNOWN if ordinal is None else ordinal << PAGE_BITS | entry & _LOW)
+        return np.array(few, np.uint64)
 
     def intern(self, ledger_id: U64, entry_id: U64) -> U64:
         """The keys of positions; new pages get an ordinal."""
-        return self._keys(ledger_id, entry_id, self._ordinal, self._ordinals)
+        if len(ledger_id) > FEW:
+            return self._keys(ledger_id, entry_id, self._ordinal, self._ordinals)
+        few = []
+        for ledger, entry in zip(ledger_id.tolist(), entry_id.tolist(), strict=True):
+            few.append(self._ordinal(ledger, entry >> PAGE_BITS) << PAGE_BITS | entry & _LOW)
+        return np.array(few, np.uint64)
 
     def keyed(self, rows: Rows) -> KeyedRows:
         """Rows of pages that are known, with their keys."""
-        return KeyedRows(rows, self._keys(rows.ledger_id, rows.entry_id, self._index.find, self._index.find_all))
+        return KeyedRows(rows, self.find(rows.ledger_id, rows.entry_id))
 
     def positions(self, keys: U64) -> tuple[U64, U64]:
         """(ledger_id, entry_id) of keys of any of the topic's tables."""
@@ -539,12 +550,6 @@ class PageTable:
         ordinals_of: Callable[[U64, U64], Ordinals],
     ) -> U64:
         """`ordinals_of`: as `ordinal_of`, of columns of different pages; -1 where a page has none."""
-        if len(ledger_id) <= FEW:
-            few = []
-            for ledger, entry in zip(ledger_id.tolist(), entry_id.tolist(), strict=True):
-                ordinal = ordinal_of(ledger, entry >> PAGE_BITS)
-                few.append(_UNKNOWN if ordinal is None else ordinal << PAGE_BITS | entry & _LOW)
-            return np.array(few, np.uint64)
         page = entry_id >> _SHIFT
         low = entry_id & LOW_MASK
         if (ledger_id == ledger_id[0]).all() and (page == page[0]).all():
