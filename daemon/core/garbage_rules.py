@@ -117,12 +117,13 @@ def tip_at(numbers: Sequence[int], created_ms: Callable[[int], int | None], at_m
     counts as later. Clocks of writers differ: if times do not ascend, the result is a manifest after which a later one
     was created.
     """
-    place = bisect.bisect_right(numbers, False, key=lambda number: _is_later(created_ms(number), at_ms))
+
+    def is_later(number: int) -> bool:
+        number_ms = created_ms(number)
+        return number_ms is None or number_ms > at_ms
+
+    place = bisect.bisect_right(numbers, False, key=is_later)
     return None if place == 0 else numbers[place - 1]
-
-
-def _is_later(created_ms: int | None, at_ms: int) -> bool:
-    return created_ms is None or created_ms > at_ms
 
 
 def is_suspicious(found: ObjectCount, shard_bytes: int, limits: CollectionLimits) -> bool:

@@ -223,7 +223,12 @@ class InFlight:
                 break
             if mine.rows.deliver_at_ms.tobytes() != deliver_at_ms[taken:end].tobytes():
                 break
-            self._leave_whole(first_key)
+            del self._batches[first_key]
+            if isinstance(batch.dispatcher, int) and self.watcher is None:
+                self._living -= end - taken
+                self._leave_one(batch.dispatcher, end - taken)
+            else:
+                self._left(mine, batch.dispatchers, are_claimed=True)
             if parts is not None:
                 parts.append(_Taken(np.arange(taken, end), mine))
             taken = end
@@ -325,9 +330,11 @@ class InFlight:
             first_key, batch = next(iter(self._batches.items()))
             if batch.since_ms > before_ms:
                 break
-            self._leave_whole(first_key)
-            taken.append(batch.living.rows)
-            rows += len(taken[-1])
+            del self._batches[first_key]
+            batch = batch.living
+            self._left(batch.rows, batch.dispatchers, are_claimed=True)
+            taken.append(batch.rows)
+            rows += len(batch.rows)
         for run in self._runs:
             if rows >= limit or run.oldest_ms > before_ms:
                 continue
@@ -403,16 +410,6 @@ class InFlight:
         run.living -= len(places)
         left = run.rows.take(places) if self.watcher is not None else None
         self._left(left, run.dispatcher[places], are_claimed=are_claimed)
-
-    def _leave_whole(self, first_key: int) -> None:
-        batch = self._batches.pop(first_key)
-        if batch.alive is not None:
-            batch = batch.living
-        if isinstance(batch.dispatcher, int) and self.watcher is None:
-            self._living -= len(batch.rows.keys)
-            self._leave_one(batch.dispatcher, len(batch.rows.keys))
-        else:
-            self._left(batch.rows, batch.dispatchers, are_claimed=True)
 
     def _left(self, rows: KeyedRows | None, dispatchers: U32, *, are_claimed: bool) -> None:
         """Count rows out and call the watcher with `rows`, which is None if there is no watcher."""

@@ -171,23 +171,23 @@ class AckDecisions:
         entitled = Entitled(since_ms)
         for record in records:
             if record.index_id == SHARED:
-                self._acknowledge(self._indexes.shared, record, entitled)
+                index, owed_to = self._indexes.shared, entitled
             elif subscription_of(record.index_id) in self._subscriptions:
-                self._acknowledge(self._indexes.of(record.index_id), record, NOBODY_ELSE)
-
-    def _acknowledge(self, index: Index, record: AcknowledgeRecord | DeadLetterRecord, entitled: Entitled) -> None:
-        by = record.subscription_id
-        if index.quarantined or index.acknowledging_lost:
-            with index.named_rows(record.rows) as (rows, keys):
-                passed_rows = entitlement.acknowledge(index, rows, keys, by, entitled)
-        else:
-            rows = index.pages.keyed(record.rows)
-            keys = bitmap_of(rows.keys)
-            passed_rows = entitlement.acknowledge(index, rows, keys, by, entitled)
-        state = self._subscriptions.get(by)
-        if state is not None:
-            state.backlog -= passed_rows
-            state.forget(keys)
+                index, owed_to = self._indexes.of(record.index_id), NOBODY_ELSE
+            else:
+                continue
+            by = record.subscription_id
+            if index.quarantined or index.acknowledging_lost:
+                with index.named_rows(record.rows) as (rows, keys):
+                    passed_rows = entitlement.acknowledge(index, rows, keys, by, owed_to)
+            else:
+                rows = KeyedRows(record.rows, index.pages.find(record.rows.ledger_id, record.rows.entry_id))
+                keys = bitmap_of(rows.keys)
+                passed_rows = entitlement.acknowledge(index, rows, keys, by, owed_to)
+            state = self._subscriptions.get(by)
+            if state is not None:
+                state.backlog -= passed_rows
+                state.forget(keys)
 
 
 def _later(state: SubscriptionState, parts: BitMap64, first_keys: U64, counts: U32) -> BitMap64:

@@ -120,7 +120,7 @@ class LedgerRanges:
         }
         lowest = int(self.ledger_id[0]) if self.all_lower_ledgers else 0
         first_ledger_id = max(first_ledger_id, lowest)
-        return all(ledger_id in entire for ledger_id in _counted(first_ledger_id, last_ledger_id, len(entire)))
+        return all(ledger_id in entire for ledger_id in range(first_ledger_id, last_ledger_id + 1))
 
 
 Parts = list[tuple[Bucket, BitMap64]]
@@ -236,8 +236,3 @@ def split(
         gone |= for_nobody
         waived |= owed - for_nobody
     return gone, waived
-
-
-def _counted(first: int, last: int, count_max: int) -> range:
-    """Return first..last, cut to at most `count_max` + 1 numbers."""
-    return range(first, min(last, first + count_max) + 1)

@@ -101,7 +101,8 @@ class InUse:
         """Return the ledgers of the topic that are in use now."""
         number = self._topics.get(topic)
         if number is None:
-            return LedgersInUse(ledger_type, 0, _rows(0, _no_ledgers(ledger_type)))
+            none = np.empty(0, np.uint64)
+            return LedgersInUse(ledger_type, 0, _rows(0, InUseLedgers(ledger_type, none, none, none)))
         return LedgersInUse(ledger_type, number, self._of(ledger_type, number))
 
     def change(self, topic: str, change: InUseChange, ledgers: InUseLedgers) -> int:
@@ -215,11 +216,6 @@ class _Rows:
     def without(self, others: _Rows) -> _Rows:
         plain, named = contained(self.plain, others.plain), contained(self.named, others.named)
         return _Rows(self.plain[~plain], self.named[~named])
-
-
-def _no_ledgers(ledger_type: LedgerType) -> InUseLedgers:
-    none = np.empty(0, np.uint64)
-    return InUseLedgers(ledger_type, none, none, none)
 
 
 def _rows(topic: int, ledgers: InUseLedgers) -> _Rows:

@@ -298,7 +298,8 @@ class Indexes(Mapping[int, Index]):
             if not goes_on:
                 # No run was cut short: everything due was taken.
                 break
-            if ends_at_unread and any(self._is_unread(sources[number][0], now_ms) for number, _ in taken):
+            taken_from = [sources[number][0] for number, _ in taken] if ends_at_unread else []
+            if any(isinstance(bucket, SealedBucket) and bucket.is_unread(self.cache, now_ms) for bucket in taken_from):
                 break
         return due
 
@@ -319,9 +320,6 @@ class Indexes(Mapping[int, Index]):
                 sources.append((bucket, False, None))
                 runs.append(loaded)
         return sources, runs
-
-    def _is_unread(self, bucket: Bucket, now_ms: int) -> bool:
-        return isinstance(bucket, SealedBucket) and bucket.is_unread(self.cache, now_ms)
 
     def has_unread(self, subscription_id: int, now_ms: int) -> bool:
         """Return whether a subscription is owed rows of a due segment that is not in memory: others may pass them."""

@@ -447,16 +447,27 @@ class PageTable:
         return len(self._index)
 
     def find(self, ledger_id: U64, entry_id: U64) -> U64:
-        """Return the keys of positions, UNKNOWN_KEY if no bucket holds the page."""
-        return self._keys(ledger_id, entry_id, self._index.find, self._index.find_all)
+        """The keys of positions; UNKNOWN_KEY where no bucket holds the page."""
+        if len(ledger_id) > FEW:
+            return self._keys(ledger_id, entry_id, self._index.find, self._index.find_all)
+        few = []
+        for ledger, entry in zip(ledger_id.tolist(), entry_id.tolist(), strict=True):
+            ordinal = self._index.find(ledger, entry >> PAGE_BITS)
+            few.append(_UNKNOWN if ordinal is None else ordinal << PAGE_BITS | entry & _LOW)
+        return np.array(few, np.uint64)
 
     def intern(self, ledger_id: U64, entry_id: U64) -> U64:
-        """Return the keys of positions; new pages get an ordinal."""
-        return self._keys(ledger_id, entry_id, self._ordinal, self._ordinals)
+        """The keys of positions; new pages get an ordinal."""
+        if len(ledger_id) > FEW:
+            return self._keys(ledger_id, entry_id, self._ordinal, self._ordinals)
+        few = []
+        for ledger, entry in zip(ledger_id.tolist(), entry_id.tolist(), strict=True):
+            few.append(self._ordinal(ledger, entry >> PAGE_BITS) << PAGE_BITS | entry & _LOW)
+        return np.array(few, np.uint64)
 
     def keyed(self, rows: Rows) -> KeyedRows:
-        """Return rows of known pages with their keys."""
-        return KeyedRows(rows, self._keys(rows.ledger_id, rows.entry_id, self._index.find, self._index.find_all))
+        """Rows of pages that are known, with their keys."""
+        return KeyedRows(rows, self.find(rows.ledger_id, rows.entry_id))
 
     def positions(self, keys: U64) -> tuple[U64, U64]:
         """Return (ledger_id, entry_id) of keys of any of the topic's tables."""
@@ -542,13 +553,7 @@ class PageTable:
         ordinal_of: OrdinalOf,
         ordinals_of: Callable[[U64, U64], Ordinals],
     ) -> U64:
-        """Compute keys. `ordinals_of` works as `ordinal_of` on columns of distinct pages, with -1 for None."""
-        if len(ledger_id) <= FEW:
-            few = []
-            for ledger, entry in zip(ledger_id.tolist(), entry_id.tolist(), strict=True):
-                ordinal = ordinal_of(ledger, entry >> PAGE_BITS)
-                few.append(_UNKNOWN if ordinal is None else ordinal << PAGE_BITS | entry & _LOW)
-            return np.array(few, np.uint64)
+        """`ordinals_of`: as `ordinal_of`, of columns of different pages; -1 where a page has none."""
         page = entry_id >> _SHIFT
         low = entry_id & LOW_MASK
         if (ledger_id == ledger_id[0]).all() and (page == page[0]).all():
