@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import itertools
+import tokenize
 import tomllib
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
@@ -103,20 +104,83 @@ def test_a_circle_is_found() -> None:
     assert set(circle_in(graph)) == set(rooms)
 
 
-# What a docstring that is shown by itself does not begin with: nobody sees what they stand for.
-POINTING = {"As", "It", "Its", "Of", "So", "That", "Their", "They", "These", "This"}
+# A text that opens with one of these has no subject, or one that stands elsewhere.
+OPENINGS = {"As", "How", "Of", "So", "What", "Where", "Whether", "Which", "Whoever"}
+# A docstring is also shown by itself: nobody sees what these stand for.
+POINTING = {"It", "Its", "That", "Their", "They", "These", "This"}
+
+
+def opening_of(text: str) -> str:
+    return text.split()[0].strip(",:;.")
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
+    """Give line, name and text of each docstring: of the module, of classes and of functions, private ones too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text:
+                name = "" if isinstance(node, ast.Module) else node.name
+                yield getattr(node, "lineno", 1), name, text
 
 
 def test_a_docstring_stands_by_itself() -> None:
     pointing = [
-        f"{path.relative_to(REPOSITORY)}:{node.lineno}: {text.splitlines()[0]}"
+        f"{path.relative_to(REPOSITORY)}:{line}: {text.splitlines()[0]}"
         for path in modules().values()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_")
-        if (text := ast.get_docstring(node))
-        and (text.split()[0].strip(",:;.") in POINTING or text.startswith("The same"))
+        for line, name, text in docstrings(ast.parse(path.read_text()))
+        if opening_of(text) in OPENINGS
+        or (not name.startswith("_") and (opening_of(text) in POINTING or text.startswith("The same")))
     ]
     assert pointing == []
+
+
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    """Give line and text of the comments that have a line to themselves, a block as one."""
+    before = -1
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT and token.line.lstrip().startswith("#"):
+                line = token.start[0]
+                if line != before + 1 and (text := token.string.lstrip("#- ")):
+                    yield line, text
+                before = line
+
+
+def test_a_comment_has_a_subject() -> None:
+    openings = [
+        f"{path.relative_to(REPOSITORY)}:{line}: {text}"
+        for path in modules().values()
+        for line, text in comments(path)
+        if opening_of(text) in OPENINGS
+    ]
+    assert openings == []
+
+
+def test_no_public_class_of_the_daemon_has_the_name_of_another() -> None:
+    places: dict[str, list[str]] = {}
+    for name, path in modules().items():
+        if name.startswith("daemon."):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places.setdefault(node.name, []).append(name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+LINES_MAX = 70
+# Declarations, one after the other.
+LISTS = {"daemon.metrics._declare_rows", "daemon.metrics._declare_storage"}
+
+
+def test_a_function_can_be_seen_at_once() -> None:
+    long = [
+        f"{name}.{node.name}: {lines} lines"
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (lines := (node.end_lineno or 0) - node.lineno + 1) > LINES_MAX and f"{name}.{node.name}" not in LISTS
+    ]
+    assert long == []
 
 
 # Programs and models of their own, which a suite runs, and servers.
