@@ -20,12 +20,12 @@ from storage_backends import object_store
 
 log = logging.getLogger(__name__)
 
-# How often an owner that writes nothing checks that it is still the owner (seconds)
+# Time after which an owner that writes nothing checks that it is still the owner (seconds)
 IDLE_PROBE_S = 5.0
 
 
 class Confirmation(Protocol):
-    """How recently the ownership of what is served was certain, by any means."""
+    """The evidence of how recently this daemon certainly owned what it serves, by any means."""
 
     def fresh_within(self, seconds: float) -> bool:
         """Return whether the newest confirmation was sent less than `seconds` ago. May be called in any thread."""

@@ -53,9 +53,9 @@ from storage_backends.formats.manifest import ShardManifest
 
 log = logging.getLogger(__name__)
 
-# How long to try OPEN, and CLOSE, before the store counts as unreachable (seconds)
+# Time to try OPEN, and CLOSE, before the store counts as unreachable (seconds)
 DEADLINE_S = 30.0
-# How long to wait for calls to the store in flight when the log is given up (seconds)
+# Time to wait for calls to the store in flight when the log is given up (seconds)
 ABANDON_S = 1.0
 
 T = TypeVar("T")
@@ -350,8 +350,8 @@ class SlotOutcome:
 class LogTruncation:
     """The number up to which the log `log_id` may be deleted, from this daemon's memory alone (L7).
 
-    Part of the log is needed for each shard that was ever claimed for it and has not certainly been released or given
-    back, and for each claim in flight.
+    A shard needs part of the log from its claim until it was certainly released or given back; so does each claim in
+    flight.
     """
 
     def __init__(self, log_id: str) -> None:

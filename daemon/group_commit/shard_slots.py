@@ -19,12 +19,12 @@ from daemon.runtime import backoff
 from storage_backends.formats import deletion_format
 from storage_backends.formats.slot_format import DeletionRecord, Record, SlotBuilder, size_max
 
-# How long the store may be silent before a call fails with OutcomeUnknown or Unavailable (seconds)
+# Time that the store may be silent before a call fails with OutcomeUnknown or Unavailable (seconds)
 STALL_ANSWER_S = 10.0
 # Full sections that may wait for a slot before requests are refused
 STAGED_SLOTS_MAX = 4
 BACK_PRESSURE_RETRY_MS = 100
-# How long a slot may be uncertain before new requests are refused (seconds)
+# Time that a slot may be uncertain before new requests are refused (seconds)
 STALL_REFUSE_S = 2.0
 # Records that no caller awaits go with the next slot, or after this time (seconds)
 UNAWAITED_S = 1.0

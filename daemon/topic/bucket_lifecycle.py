@@ -139,10 +139,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# How often the tip is read if others may merge something, to find merges without a hint (seconds). It is less than the
-# time that merged buckets stay.
+# Time between two reads of the tip if others may merge something, to find merges without a hint (seconds). It is less
+# than the time that merged buckets stay.
 LOOK_S = 1_200.0
-# When to read the tip again after a failure (seconds)
+# Time until the tip is read again after a failure (seconds)
 LOOK_AGAIN_S = 30.0
 # Mutable buckets are sealed before their age limit by up to this part of it. It is random for each topic, so that
 # topics that began together are not sealed together.

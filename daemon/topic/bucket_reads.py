@@ -79,10 +79,10 @@ READS_MAX = 8
 class SegmentLoader:
     """The reads of one topic's segments.
 
-    `loaded` is called on the loop whenever segments have been loaded, `damaged` with a bucket and its damage if its
-    object is damaged or missing, and `failed` with unforeseen errors. `is_live` returns whether the newest manifest
-    names a missing bucket, and retries until the store answers. If the manifest does not, the bucket that replaced it
-    is served when `is_live` returns.
+    `loaded` is called on the loop whenever segments have been loaded, and `failed` with unforeseen errors. If an object
+    is damaged or missing, `damaged` is called with the bucket and its damage. `is_live` returns whether the newest
+    manifest names a missing bucket, and retries until the store answers. If the manifest does not, the bucket that
+    replaced it is served when `is_live` returns.
     """
 
     def __init__(

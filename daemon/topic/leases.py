@@ -23,12 +23,12 @@ from daemon.topic.topic_settings import LEASE_MAX_MS
 GET_ROWS_MAX = 10_000
 WAIT_MAX_MS = 60_000
 LEASES_RETRY_MS = 5_000
-# How long a puller that does not wait still waits for its turn, and for due rows to be loaded (seconds)
+# Times that a puller without a wait still waits for its turn, and for due rows to be loaded (seconds)
 TURN_S = 0.05
 SETTLE_S = 2.0
-# How long READY is kept after the last pull, so that the next one finds it filled (seconds)
+# Time that READY is kept after the last pull, so that the next one finds it filled (seconds)
 LISTEN_S = 30.0
-# How often leases that no longer hold rows are removed (seconds)
+# Time between two removals of leases that no longer hold rows (seconds)
 SWEEP_S = 10.0
 # Least time of a timer, since the two clocks may differ by rounding (seconds)
 TIMER_LEAST_S = 0.001

@@ -53,7 +53,7 @@ BEHIND_MS = 100
 YIELD_S = 0.1
 # A merge that has given way for this time is given up, so that others of the daemon may go on (seconds).
 YIELD_MAX_S = 30.0
-# How long a caller waits for the merges that it asked for (seconds)
+# Time that a caller waits for the merges that it asked for (seconds)
 MERGE_ANSWER_S = 60.0
 
 
@@ -367,7 +367,7 @@ T = TypeVar("T")
 
 # Segments of a merged bucket that are read ahead of its head before it is taken over
 AHEAD_SEGMENTS = 8
-# How long to try to pass everything that is due, and how often (seconds)
+# Time to try to pass everything that is due, and the time between two tries (seconds)
 SETTLE_MAX_S = 5.0
 SETTLE_S = 0.005
 

@@ -45,7 +45,7 @@ DISPATCHER_MAX = (1 << 32) - 1
 
 
 class Mode(enum.Enum):
-    """How a subscription is open; see `ServedSubscription`."""
+    """The way in which a subscription is open; see `ServedSubscription`."""
 
     CLOSED = "closed"
     SHARED = "shared"

@@ -3,7 +3,7 @@
 It schedules the topic's wake-ups, passes due rows, loads segments, and fills `TopicPort` for the topic's parts, each of
 which has a module of its own. `daemon.shard.topic_changes` changes the topic as a whole.
 
-`TopicRetention` reports what a topic needs of its message log, for clients that cut that log and for the metrics. It
+`TopicRetention` reports what a topic needs of its message log, for clients that cut that log or inspect the topic. It
 gives other work its turn between the steps (`daemon.core.index.retention`) and keeps the last survey.
 """
 
@@ -52,7 +52,7 @@ from storage_backends.formats.row_columns import U64
 
 T = TypeVar("T")
 
-# How long a survey is shown; longer while nothing changes (ms)
+# Time that a survey is shown; longer while nothing changes (ms)
 SURVEY_MS = 60_000
 # A survey takes some microseconds a ledger; above this many it is not made for callers that cannot wait.
 GLANCE_PAGES_MAX = 20_000
@@ -60,7 +60,7 @@ _NOTHING = RetentionScan(None, 0)
 
 
 class TopicRetention:
-    """What one topic needs of its message log."""
+    """The part of its message log that one topic still needs."""
 
     def __init__(self, core: TopicState, environment: Environment) -> None:
         self._core = core
@@ -213,7 +213,7 @@ class ServedTopic:
         self._loader = SegmentLoader(
             topic, environment, self.changed, self.buckets.quarantine, self.bucket_is_live, self.failed
         )
-        # Subscription id -> each one that ever had listeners
+        # Subscription id -> the subscription, if it ever had listeners
         self._served: dict[int, ServedSubscription] = {}
         self._ended: Exception | None = None
         # No row that is due before is left to be passed (Unix ms).
