@@ -35,7 +35,7 @@ class BucketMissing(Corruption):
 def open_bucket(
     store: object_store.ObjectStore, live: LiveBucket
 ) -> tuple[bucket_format.BucketTable, bucket_format.BucketMetadata]:
-    """Return the table of a live bucket and its entry 0: two ranged reads, or one if the bucket is small."""
+    """Read the table of a live bucket and its entry 0, with two ranged reads, or one if the bucket is small."""
     with _as_corruption():
         return bucket_reading.open_bucket(store, live)
 
@@ -43,13 +43,13 @@ def open_bucket(
 def read_segments(
     store: object_store.ObjectStore, key: str, segments: Sequence[bucket_format.SegmentInfo]
 ) -> list[Rows]:
-    """Return the rows of consecutive segments, with one ranged read."""
+    """Read the rows of consecutive segments, with one ranged read."""
     with _as_corruption():
         return bucket_reading.read_segments(store, key, segments)
 
 
 def read_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[bucket_format.BucketMetadata, Rows]:
-    """Return entry 0 and all rows in due order, with one read of the whole object."""
+    """Read entry 0 and all rows in due order, with one read of the whole object."""
     with _as_corruption():
         return bucket_reading.read_bucket(store, live)
 

@@ -1,10 +1,12 @@
-"""Serves a topic: its requests, due rows and streams meet here.
+"""Serves one topic: rows come due, and requests and streams meet here.
 
-It schedules the topic's wake-ups, passes due rows, loads segments, and fills `TopicPort` for the topic's parts, each of
-which has a module of its own. `daemon.shard.topic_changes` changes the topic as a whole.
+`ServedTopic` is the topic of an owned shard. It has the pure state (`TopicState`), its slots, manifests and buckets,
+and its subscriptions; it loads segments, wakes up for due rows, and ends all of these together. The shard keeps it by
+name and by id.
 
-`TopicRetention` reports what a topic needs of its message log, for clients that cut that log or inspect the topic. It
-gives other work its turn between the steps (`daemon.core.index.retention`) and keeps the last survey.
+Requests: `topic_adds`, `topic_withdrawals`, `topic_acks`, `topic_dead_letters`. Deliveries: `served_subscription`.
+Changes of the topic as a whole: `daemon.shard.topic_changes`. What the topic needs of its message log:
+`TopicRetention`.
 """
 
 from __future__ import annotations

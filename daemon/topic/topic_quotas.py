@@ -67,7 +67,7 @@ class TopicQuotas:
 
     @property
     def apply(self) -> bool:
-        """True if anything is limited."""
+        """Whether anything is limited."""
         return self.limits != UNLIMITED or bool(self.pending.rows_max)
 
     @property
