@@ -1,6 +1,5 @@
-"""Decisions on their way to the log: what a shard has staged, the slots in which it is written, and the log itself.
+"""Writes the decisions of shards to the daemon's commit log, and answers callers once they are durable.
 
-Owns: who waits for which slot, when a slot leaves, what became of it, the log from OPEN to its end, and how recently it
-was certainly ours.
-Does not own: the decisions (`daemon.core`), and applying them (`daemon.shard`).
+It stages the sections of each shard, decides when a slot leaves, finds out what became of it, and knows how recently
+the log was certainly this daemon's. `daemon.core` makes the decisions, `daemon.shard` applies them.
 """

@@ -1,12 +1,11 @@
-"""How recently it was certain that this daemon owns what it serves (R8, L10).
+"""Knows how recently this daemon certainly owned what it serves (R8, L10).
 
-A confirmation is a slot that is certain, or a probe that found the log to be this daemon's still. Its time is the
-monotonic time at which it was *sent*: the log may be fenced while the answer travels. One is good for every shard
-whose sections the log has: nobody takes one of them before the log is fenced.
+A confirmation is a slot that is certain, or a probe that found no fence in the log. Its time is the monotonic time at
+which it was *sent*: the log may be fenced while the answer travels. One confirmation is good for every shard whose
+sections are in the log, since no other daemon takes a shard before the log is fenced.
 
-Owns: the time of the newest confirmation, when a probe is due, and who waits for one.
-Does not own: the slots and what a probe looks at (the log), and what stops when confirmations grow old (the shards,
-the sender of their slots).
+The log (`daemon_log`) writes slots and probes. The shards and the slot sender decide what stops when confirmations grow
+old.
 """
 
 from __future__ import annotations
@@ -21,34 +20,34 @@ from storage_backends import object_store
 
 log = logging.getLogger(__name__)
 
-# An owner that writes nothing asks this often whether it is still the owner.
+# Time after which an owner that writes nothing checks that it is still the owner (seconds)
 IDLE_PROBE_S = 5.0
 
 
 class Confirmation(Protocol):
-    """How recently the ownership of what is served was certain, whatever stands behind that."""
+    """The evidence of how recently this daemon certainly owned what it serves, by any means."""
 
     def fresh_within(self, seconds: float) -> bool:
-        """Whether the newest confirmation was sent less than `seconds` ago. May be asked in any thread."""
+        """Return whether the newest confirmation was sent less than `seconds` ago. May be called in any thread."""
         ...
 
     async def confirm_after(self, after_s: float) -> None:
-        """Returns when a confirmation that was sent at or after `after_s` (monotonic seconds) has succeeded.
+        """Wait until a confirmation that was sent at or after `after_s` (monotonic seconds) has succeeded.
 
-        While the store cannot be reached this waits; the caller's deadline ends it. Raises NotOwner when the ownership
-        is over, Unavailable when it is given up, or when whether it is over cannot be told.
+        It waits while the store is unreachable; the caller's deadline ends that. Raises NotOwner if the ownership is
+        over, and Unavailable if it is given up or cannot be determined.
         """
         ...
 
 
 class Probe(Protocol):
-    """What tells whether this daemon is the owner still."""
+    """The check that this daemon is still the owner."""
 
     async def look(self) -> float | None:
-        """A monotonic time after this call at which it was the owner; None when a slot is on its way, which will tell.
+        """Return a time after this call at which this daemon was the owner (monotonic seconds).
 
-        Raises NotOwner when it is the owner no longer, Corruption when what is stored of that is damaged, and the
-        store's errors: then nothing is known.
+        Returns None if a slot is in flight, whose outcome will show it. Raises NotOwner if this daemon is no longer the
+        owner, Corruption if what is stored about that is damaged, and the store's errors, after which nothing is known.
         """
         ...
 
@@ -56,7 +55,8 @@ class Probe(Protocol):
 class ProbedConfirmation(Confirmation):
     """The confirmations of one log. Used on one event loop; `watch` must be running.
 
-    `whose`: names the log in messages. `confirmed_at_s`: when its first slot was sent, monotonic seconds.
+    `whose` names the log in messages. `confirmed_at_s` is the time at which its first slot was sent (monotonic
+    seconds).
     """
 
     def __init__(
@@ -81,15 +81,15 @@ class ProbedConfirmation(Confirmation):
 
     @property
     def confirmed_at_s(self) -> float:
-        """Sending time of the newest confirmation, monotonic seconds."""
+        """The sending time of the newest confirmation (monotonic seconds)."""
         return self._confirmed_at_s
 
     def fresh_within(self, seconds: float) -> bool:
-        """Whether the newest confirmation was sent less than `seconds` ago."""
+        """Return whether the newest confirmation was sent less than `seconds` ago."""
         return self._ended is None and self._clock() - self._confirmed_at_s < seconds
 
     def confirmed(self, sent_at_s: float) -> None:
-        """A slot, or a probe, that was sent at `sent_at_s` has succeeded."""
+        """Record that a slot or probe sent at `sent_at_s` (monotonic seconds) has succeeded."""
         if self._ended is not None or sent_at_s <= self._confirmed_at_s:
             return
         self._confirmed_at_s = sent_at_s
@@ -102,9 +102,9 @@ class ProbedConfirmation(Confirmation):
                 waiter.set_result(None)
 
     async def confirm_after(self, after_s: float) -> None:
-        """Returns when a confirmation that was sent at or after `after_s` has succeeded, as `Confirmation` says.
+        """Wait until a confirmation that was sent at or after `after_s` has succeeded; see `Confirmation`.
 
-        One probe serves everybody who waited when it was sent; a slot serves as well.
+        One probe serves all callers that waited when it was sent; a slot does, too.
         """
         if self._ended is not None:
             raise self._ended
@@ -116,8 +116,10 @@ class ProbedConfirmation(Confirmation):
         await waiter
 
     async def watch(self) -> None:
-        """Probes for those who wait, and every IDLE_PROBE_S without a confirmation, until it is cancelled or a probe
-        raises NotOwner: then everybody who waits gets that, and so does the caller. Raises Corruption too.
+        """Probe for waiting callers, and after every IDLE_PROBE_S without a confirmation, until cancelled.
+
+        It ends when a probe raises NotOwner, which all waiting callers get, and so does the caller. Raises Corruption
+        too.
         """
         try:
             while True:
@@ -134,7 +136,7 @@ class ProbedConfirmation(Confirmation):
             raise
 
     def close(self) -> None:
-        """Nothing is confirmed any more; whoever waits gets Unavailable."""
+        """Stop confirming; waiting callers get Unavailable."""
         self._end(Unavailable(f"{self._whose}: this daemon has stopped writing it"))
 
     def _end(self, error: Exception) -> None:
@@ -147,7 +149,7 @@ class ProbedConfirmation(Confirmation):
         self._waiters = []
 
     async def _until_wanted(self) -> None:
-        """Returns when somebody waits, or the newest confirmation has grown old."""
+        """Wait until a caller waits or the newest confirmation has grown old."""
         while True:
             self._waiters = [waiting for waiting in self._waiters if not waiting[1].done()]
             remaining_s = self._confirmed_at_s + IDLE_PROBE_S - self._clock()
@@ -163,7 +165,7 @@ class ProbedConfirmation(Confirmation):
                 grown_old.cancel()
 
     async def _ask(self) -> None:
-        """One probe that is answered."""
+        """Probe until the store answers."""
         for attempt, delay_s in enumerate(backoff.delays_s(self._jitter)):
             try:
                 confirmed_at_s = await self._probe.look()

@@ -1,22 +1,22 @@
 """Writes this daemon's log, from OPEN until it is closed or lost.
 
-What became of a slot that was sent, from the answers (L1, L10):
+The answers of the store decide what became of a slot that was sent (L1, L10):
 
     created, one copy was sent              -> certain; confirms when it was sent
-    created, several copies were sent       -> look at the next number: a fence: lost; else certain
+    created, several copies were sent       -> check the next number: a fence: lost; else certain
     exists, no answer, an error             -> HEAD
         this slot                           -> certain; confirms when the first copy was sent
         a fence                             -> lost
         none                                -> the same bytes again, after a pause
 
-A copy that was created where several were sent may have landed in a number that was emptied: an earlier copy was there,
-a fence behind it, and a collector has deleted what the fence covers. The fence is never deleted.
+If several copies were sent, the one that was created may have landed in a number that was emptied: an earlier copy was
+there, a fence behind it, and a collector has deleted the slots that the fence covers. The fence is never deleted.
 
 One slot or probe is in flight at a time. After the end the daemon opens another log. Work still in flight describes
 only durable state, so it may land until another daemon claims the shard.
 
-Pure: `LogCursor`, `SlotDraft`, `SlotOutcome`, `LogTruncation`. Sending: `LogWriter`. The log: `DaemonLog`. When a slot
-is due: `slot_sender`. Claims of shards: `daemon.owner.takeover`.
+Pure: `LogCursor`, `SlotDraft`, `SlotOutcome`, `LogTruncation`. Sending: `LogWriter`. The log: `DaemonLog`. Timing:
+`slot_sender`. Claims of shards: `daemon.owner.takeover`.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ from storage_backends.formats.manifest import ShardManifest
 
 log = logging.getLogger(__name__)
 
-# How long to try OPEN, and CLOSE, before the store counts as unreachable (seconds)
+# Time to try OPEN, and CLOSE, before the store counts as unreachable (seconds)
 DEADLINE_S = 30.0
-# How long to wait for calls to the store in flight when the log is given up (seconds)
+# Time to wait for calls to the store in flight when the log is given up (seconds)
 ABANDON_S = 1.0
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 Encode: TypeAlias = Callable[[Head], bytes]
-"""Gives the section of a shard, for the epoch and shard slot that it gets."""
+"""Encodes the section of a shard, with its epoch and section number."""
 
 _NOTHING: Mapping[int, bytes] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OwnLogEnd:
-    """How far the claimant's own log goes for certain, with no slot under way: its last number and the heads there."""
+    """The end of the claimant's own log with no slot in flight: its last certain number and the heads there."""
 
     log_id: str
     end: int
@@ -77,10 +77,10 @@ class OwnLogEnd:
 
 
 class LogCursor:
-    """One incarnation's log, from OPEN on: its next number, how far it is certain for each shard, and the slot in
-    flight with its shard slots (L1, L6). Used in one thread.
+    """The log of one incarnation, from OPEN on. Used in one thread.
 
-    A log that has lost a number to a fence, or was closed, is never used again: the daemon opens another one.
+    It knows the next number, how far the log is certain for each shard, and the slot in flight with its section numbers
+    (L1, L6). A log that has lost a number to a fence, or was closed, is never used again: the daemon opens another one.
     """
 
     def __init__(self, log_id: str, owner: Writer) -> None:
@@ -88,7 +88,7 @@ class LogCursor:
         self._owner = owner
         self._certain = 0
         self._heads: Mapping[int, Head] = {}
-        # By shard that may have sections: the epoch, and the last shard slot that is stored or was at the claim.
+        # Shard that may have sections -> its epoch, and the last section number that is stored or was at the claim
         self._staging: dict[int, Head] = {}
         self._under_way: SlotDraft | None = None
         self._slot: FrozenSlot | None = None
@@ -100,33 +100,33 @@ class LogCursor:
 
     @property
     def last_certain(self) -> int:
-        """0 before OPEN is certain."""
+        """The number of the last certain slot; 0 before OPEN is certain."""
         return self._certain
 
     @property
     def rests(self) -> bool:
-        """Whether every slot that was begun is certain."""
+        """True if every slot that was begun is certain."""
         return self._under_way is None
 
     def end(self) -> OwnLogEnd:
-        """How far the log goes. Raises InvariantViolated while a slot is under way: it may go further."""
+        """Return how far the log goes. Raises InvariantViolated while a slot is in flight, since it may go further."""
         self._check_rests("its end is asked for")
         return OwnLogEnd(log_id=self._log_id, end=self._certain, heads=self._heads)
 
     def head(self, shard: int) -> Head | None:
-        """How far the log certainly goes for the shard; None when it never had a section of it."""
+        """Return how far the log certainly goes for the shard, or None if it never had a section of it."""
         return self._heads.get(shard)
 
     def has_under_way(self, shard: int) -> bool:
-        """Whether a section of the shard is in the slot that was begun."""
+        """Return whether the slot that was begun has a section of the shard."""
         return self._under_way is not None and shard in self._under_way.sections
 
     def stages(self, shard: int) -> bool:
-        """Whether the shard may have sections now."""
+        """Return whether the shard may have sections now."""
         return shard in self._staging
 
     def begin(self, shard: int, claimed: Head) -> None:
-        """The claim of a shard is certain: it may have sections of that epoch, behind that shard slot."""
+        """Allow sections of a shard whose claim is certain, in that epoch and behind that section number."""
         if self._certain == 0:
             raise InvariantViolated(f"log {self._log_id}: shard {shard} was claimed before OPEN was certain")
         before = self._staging.get(shard)
@@ -137,8 +137,9 @@ class LogCursor:
         self._staging[shard] = claimed
 
     def stop(self, shard: int) -> Head:
-        """The shard has no sections from now on, as it is about to be released, given back or claimed anew; its epoch
-        and its last shard slot. Raises InvariantViolated while a section of it is under way.
+        """Allow no more sections of a shard, which is about to be released, given back or claimed again.
+
+        Returns its epoch and its last section number. Raises InvariantViolated while a section of it is in flight.
         """
         if self._under_way is not None and self.has_under_way(shard):
             number = self._under_way.header.number
@@ -146,17 +147,17 @@ class LogCursor:
         return self._staging.pop(shard)
 
     def open(self) -> SlotDraft:
-        """OPEN, the first slot."""
+        """Begin OPEN, the first slot."""
         return self._begin_slot(LogSlotKind.OPEN, {})
 
     def close(self) -> SlotDraft:
-        """CLOSE, the last slot. Nothing is handed out any more."""
+        """Begin CLOSE, the last slot. Nothing is delivered any longer."""
         draft = self._begin_slot(LogSlotKind.CLOSE, {})
         self._closed = True
         return draft
 
     def fill(self, sections: Mapping[int, Encode]) -> SlotDraft:
-        """DATA with a section of each of these shards, which gets its next shard slot."""
+        """Begin DATA with a section of each of these shards, which gets its next section number."""
         unknown = sorted(sections.keys() - self._staging.keys())
         if unknown or not sections:
             raise InvariantViolated(
@@ -165,7 +166,10 @@ class LogCursor:
         return self._begin_slot(LogSlotKind.DATA, sections)
 
     def frozen(self, slot: FrozenSlot | None) -> None:
-        """The bytes of the slot that was begun are fixed; None: no section could be encoded, and none is sent."""
+        """Record that the bytes of the slot that was begun are fixed.
+
+        `slot` is None if no section could be encoded, so that none is sent.
+        """
         if self._under_way is None or self._slot is not None:
             raise InvariantViolated(f"log {self._log_id}: a slot is frozen that was not begun")
         self._slot = slot
@@ -173,7 +177,7 @@ class LogCursor:
             self._under_way = None
 
     def certain(self) -> None:
-        """The slot that was frozen is certain."""
+        """Record that the frozen slot is certain."""
         slot = self._slot
         if slot is None:
             raise InvariantViolated(f"log {self._log_id}: no slot is under way")
@@ -206,7 +210,7 @@ class LogCursor:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class FrozenSlot:
-    """A log slot as it is sent, the same at each try. `section_bytes`: by shard with a section, how long that is."""
+    """A slot as it is sent, the same at each try. `section_bytes` maps shards to the sizes of their sections."""
 
     header: LogSlotHeader
     body: bytes
@@ -223,8 +227,9 @@ class FrozenSlot:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Encoded(Generic[S]):
-    """What became of a draft: its slot, first frozen, then certain. `slot` is None if no section could be encoded.
-    `unencodable`: by shard, why its section could not: what its memory holds can never be stored.
+    """The result of a draft: its slot, first frozen, then certain; None if no section could be encoded.
+
+    `unencodable` maps shards to the reason why their section could not be encoded: their memory can never be stored.
     """
 
     slot: S | None
@@ -233,19 +238,19 @@ class Encoded(Generic[S]):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SlotDraft:
-    """The next slot before its bytes are fixed: which sections it is to have, and with which shard slots."""
+    """The next slot before its bytes are fixed: its sections and their section numbers."""
 
     header: LogSlotHeader
     sections: Mapping[int, tuple[Head, Encode]]
 
     def freeze(self) -> Encoded[FrozenSlot]:
-        """Encodes the slot. Takes its time, and may run in any thread."""
+        """Encode the slot. This takes long and may run in any thread."""
         bodies: dict[int, bytes] = {}
         unencodable: dict[int, Exception] = {}
         for shard, (head, encode) in self.sections.items():
             try:
                 bodies[shard] = encode(head)
-            except Exception as error:  # noqa: BLE001 - whatever it is costs its shard alone
+            except Exception as error:  # noqa: BLE001 - any error costs its shard alone
                 unencodable[shard] = error
         if unencodable and not bodies:
             return Encoded(None, unencodable)
@@ -258,7 +263,7 @@ class SlotDraft:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Certain:
-    """The slot is stored for good. `confirmed_at_s`: at that monotonic time the log was this daemon's for certain."""
+    """The slot is stored for good. `confirmed_at_s` is when the log certainly was this daemon's (monotonic seconds)."""
 
     confirmed_at_s: float
 
@@ -271,7 +276,10 @@ class Lost:
 
 
 class Next(enum.Enum):
-    """`SEND_AGAIN`: the same bytes, after a pause. `ASK`: HEAD of the slot. `LOOK`: HEAD of the number behind it."""
+    """The next step to find out what became of a slot.
+
+    `SEND_AGAIN` sends the same bytes after a pause, `ASK` is a HEAD of the slot, `LOOK` a HEAD of the number behind it.
+    """
 
     SEND_AGAIN = enum.auto()
     ASK = enum.auto()
@@ -282,8 +290,9 @@ Decision: TypeAlias = Certain | Lost | Next
 
 
 class SlotOutcome:
-    """One slot from its first copy to its outcome, by the table above. Copies may be sent side by side: a hedge is one
-    like any other.
+    """One slot from its first copy to its outcome, by the table above.
+
+    Copies may be sent side by side: a hedge is one like any other.
     """
 
     def __init__(self, log_id: str, number: int, identity: SlotIdentity) -> None:
@@ -295,26 +304,26 @@ class SlotOutcome:
 
     @property
     def copies(self) -> int:
-        """How many were sent."""
+        """The number of copies that were sent."""
         return len(self._sent_at_s)
 
     def sent(self, at_s: float) -> None:
-        """A copy is about to be sent, at that monotonic time."""
+        """Record that a copy is about to be sent at this time (monotonic seconds)."""
         self._sent_at_s.append(at_s)
 
     def created(self, sent_at_s: float) -> Decision:
-        """The store says that the copy which was sent then is what was created."""
+        """Decide after the store answered that the copy sent at that time was created."""
         if len(self._sent_at_s) == 1:
             return Certain(sent_at_s)
         self._created_sent_at_s = sent_at_s
         return Next.LOOK
 
     def open(self) -> Decision:
-        """A copy was answered in any other way, or not at all."""
+        """Decide after a copy got any other answer, or none."""
         return Next.ASK
 
     def asked(self, found: SlotIdentity | None) -> Decision:
-        """What HEAD of the slot has shown. Raises Corruption for a slot that nobody can have written."""
+        """Decide from the HEAD of the slot. Raises Corruption for a slot that no daemon can have written."""
         if found is None:
             return Next.SEND_AGAIN
         if found == self._identity:
@@ -328,7 +337,7 @@ class SlotOutcome:
         )
 
     def looked(self, behind: SlotIdentity | None) -> Decision:
-        """What HEAD of the number behind it has shown, after a copy was created."""
+        """Decide from the HEAD of the number behind it, after a copy was created."""
         if behind is not None and behind.kind.ends:
             return Lost(self._number + 1)
         if behind is not None or self._created_sent_at_s is None:
@@ -341,29 +350,29 @@ class SlotOutcome:
 class LogTruncation:
     """The number up to which the log `log_id` may be deleted, from this daemon's memory alone (L7).
 
-    Some of the log is needed for each shard that was ever claimed for it and has not certainly been released or given
-    back, and for each claim in flight.
+    A shard needs part of the log from its claim until it was certainly released or given back; so does each claim in
+    flight.
     """
 
     def __init__(self, log_id: str) -> None:
         self._log_id = log_id
-        # The number up to which the log is not needed for a shard.
+        # Shard -> the number up to which the log is not needed for it
         self._claims: dict[int, int] = {}
         self._needs: dict[int, int] = {}
         self._epochs: dict[int, int] = {}
 
     def claims(self, shard: int, *, after: int) -> None:
-        """A claim was frozen with an open range from there on: from now on it may land."""
+        """Record a claim that was frozen with an open log range behind `after`: from now on it may land."""
         if shard in self._claims:
             raise InvariantViolated(f"shard {shard}: two claims of it are under way")
         self._claims[shard] = after
 
     def claim_failed(self, shard: int) -> None:
-        """The claim under way certainly has not landed, and never will."""
+        """Forget the claim in flight, which certainly has not landed and never will."""
         del self._claims[shard]
 
     def claimed(self, manifest: ShardManifest) -> None:
-        """The claim under way has landed, with this manifest."""
+        """Record that the claim in flight has landed, with this manifest."""
         shard = manifest.shard
         del self._claims[shard]
         self._epochs[shard] = manifest.epoch
@@ -373,28 +382,28 @@ class LogTruncation:
     def manifest_committed(self, manifest: ShardManifest) -> None:
         """Take the needs of a shard that was claimed from its manifest, which is at least as new as any before.
 
-        A manifest of another epoch tells nothing: its owner has fenced the log, and its ranges, which no memory of this
-        daemon holds, may be the only ones that need the slots.
+        A manifest of another epoch is ignored: its owner has fenced the log, and its log ranges, which no memory of
+        this daemon holds, may be the only ones that need the slots.
         """
         shard = manifest.shard
         if self._epochs.get(shard) != manifest.epoch:
             return
         lowest = manifest.lowest_after(self._log_id)
-        # Without one a release of this daemon has landed, and it is going to hear of it.
+        # Without one, a release of this daemon has landed, and its result is on the way.
         if lowest is not None:
             self._needs[shard] = max(lowest, self._needs.get(shard, 0))
 
     def left(self, shard: int) -> None:
-        """The shard was released or given back, for certain."""
+        """Forget a shard that was certainly released or given back."""
         del self._needs[shard], self._epochs[shard]
 
     def bound(self, last_certain: int) -> int:
-        """The number up to which the log may be deleted; 0 when nothing may. It never falls."""
+        """Return the number up to which the log may be deleted, or 0 if nothing may. It never falls."""
         return max(0, min((last_certain - 1, *self._needs.values(), *self._claims.values())))
 
 
 class LogLost(NotOwner):
-    """Another process has ended the log: every shard of this daemon may be another's. `fence`: the slot where."""
+    """Another process has ended the log at slot `fence`: every shard of this daemon may have another owner."""
 
     def __init__(self, log_id: str, fence: int) -> None:
         super().__init__(f"log {log_id} was ended at slot {fence}: another daemon takes over what this one owned")
@@ -403,8 +412,10 @@ class LogLost(NotOwner):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CertainSlot:
-    """`confirmed_at_s`: monotonic time at which the log was this daemon's. `copies`: how many were sent.
-    `seconds`: from the first copy until it was certain.
+    """A slot that is certain.
+
+    `confirmed_at_s` is a time at which the log was this daemon's (monotonic seconds). `copies` is how many were sent,
+    `seconds` the time from the first copy until it was certain.
     """
 
     slot: FrozenSlot
@@ -416,7 +427,7 @@ class CertainSlot:
 class LogWriter:
     """The writer of the slots of `cursor`, each until its outcome is certain. Made and used on one event loop.
 
-    `run` encodes slots and asks the store in an executor. A writer that has raised is never used again: its last slot
+    `run` encodes slots and calls the store in an executor. A writer that has raised is never used again: its last slot
     may still land.
     """
 
@@ -440,20 +451,20 @@ class LogWriter:
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def close(self) -> None:
-        """Nothing more is written: a pending `write` raises OutcomeUnknown, a later one Unavailable."""
+        """Stop writing: a pending `write` raises OutcomeUnknown, a later one Unavailable."""
         if not self._ended.done():
             self._ended.set_result(None)
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more is written, as it was closed or has raised."""
+        """True if nothing more is written, since it was closed or has raised."""
         return self._ended.done()
 
     async def write(self, draft: SlotDraft) -> Encoded[CertainSlot]:
-        """Writes the slot that was begun in `cursor`; returns when it is certain.
+        """Write the slot that was begun in `cursor`; return when it is certain.
 
-        While the store cannot be reached this does not return. Raises LogLost, OutcomeUnknown after `close`, and
-        Corruption when the store does not honour conditions.
+        It does not return while the store is unreachable. Raises LogLost, OutcomeUnknown after `close`, and Corruption
+        if the store does not honour conditional writes.
         """
         if self._writing:
             raise InvariantViolated(f"log {self._slots.log_id}: a slot is still being written")
@@ -474,11 +485,11 @@ class LogWriter:
         return Encoded(certain, frozen.unencodable)
 
     def probe(self) -> Awaitable[float | None]:
-        """Looks whether the number behind the last certain slot is absent; the time at which the log was this daemon's.
-        None when a slot has been sent there meanwhile, which confirms by itself.
+        """Check that the number behind the last certain slot is absent.
 
-        Raises InvariantViolated at once while a slot is uncertain. Raises LogLost when a fence is there, and the
-        store's errors.
+        Returns a time at which the log was this daemon's (monotonic seconds), or None if a slot was sent there
+        meanwhile, which is a confirmation itself. Raises InvariantViolated at once while a slot is uncertain, LogLost
+        if a fence is there, and the store's errors.
         """
         if not self._cursor.rests:
             raise InvariantViolated(f"log {self._slots.log_id}: a probe while a slot is not certain tells nothing")
@@ -495,12 +506,15 @@ class LogWriter:
         raise Corruption(f"log {self._slots.log_id}: slot {number} is DATA, and its owner has not written it")
 
     def _freeze_and_send(self, draft: SlotDraft) -> tuple[Encoded[FrozenSlot], tuple[float, bool]]:
-        """In one go: to hand a slot from thread to thread takes as long as to encode a small one."""
+        """Encode the slot and send the first copy, in one call.
+
+        Passing a slot from thread to thread takes as long as encoding a small one.
+        """
         frozen = draft.freeze()
         return frozen, (self._clock(), False) if frozen.slot is None else self._send(frozen.slot)
 
     def _send(self, slot: FrozenSlot) -> tuple[float, bool]:
-        """Sends a copy; returns when (monotonic seconds), and whether the store says that it was created."""
+        """Send a copy; return when (monotonic seconds), and whether the store says that it was created."""
         crash_point("log.before_put")
         sent_at_s = self._clock()
         try:
@@ -514,7 +528,7 @@ class LogWriter:
     async def _until_certain(self, slot: FrozenSlot, first: tuple[float, bool]) -> CertainSlot:
         first_sent_at_s, created = first
         if created:
-            # The only copy that was sent: nothing is to be found out.
+            # The only copy that was sent, so the outcome is clear
             return CertainSlot(slot, first_sent_at_s, 1, self._clock() - first_sent_at_s)
         outcome = SlotOutcome(self._slots.log_id, slot.number, slot.identity)
         delays_s = backoff.delays_s(self._jitter)
@@ -539,7 +553,7 @@ class LogWriter:
         return CertainSlot(slot, decision.confirmed_at_s, outcome.copies, self._clock() - first_sent_at_s)
 
     async def _ask(self, slot: FrozenSlot, outcome: SlotOutcome, what: Next) -> Decision | None:
-        """None when the store does not say."""
+        """Return the decision from a HEAD, or None if the store does not answer."""
         number = slot.number if what is Next.ASK else slot.number + 1
         try:
             found = await self._unless_ended(self._run(lambda: self._slots.head(number)))
@@ -551,8 +565,9 @@ class LogWriter:
         return outcome.asked(found) if what is Next.ASK else outcome.looked(found)
 
     async def _unless_ended(self, work: Awaitable[T]) -> T:
-        """Returns the result of `work`. Raises OutcomeUnknown when the writer is closed first; a thread that has begun
-        ends by itself.
+        """Return the result of `work`. Raises OutcomeUnknown if the writer is closed first.
+
+        A thread that has begun runs to its end.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -565,9 +580,9 @@ class LogWriter:
 
 
 class DaemonLog(SlotWriter, Probe):
-    """One log. `opened` makes it, and begins to write what shards stage. Used on one event loop.
+    """The log of this daemon. `opened` creates it and begins to write the staged sections. Used on one event loop.
 
-    `lost` is called once with what ended it: then nothing that this daemon serves is its own any more.
+    `lost` is called once with the error that ended it: then this daemon no longer owns anything that it serves.
     """
 
     def __init__(
@@ -598,12 +613,12 @@ class DaemonLog(SlotWriter, Probe):
             sleep=environment.sleep,
             jitter=environment.jitter,
         )
-        # One slot, or one decision that needs the log at rest, at a time; whoever waits longest is next.
+        # Held for one slot, or for one decision that needs the log at rest; the longest waiting caller is next.
         self._turn = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self._ended = False
         self._kept_bytes = 0
-        # Sizes of the slots that are not deleted, from the one behind `_deleted_through` on.
+        # Sizes of the slots that are not deleted (bytes), from the one behind `_deleted_through` on
         self._sizes = array.array("I")
         self._deleted_through = 0
         self._deleting: asyncio.Future[None] | None = None
@@ -617,8 +632,9 @@ class DaemonLog(SlotWriter, Probe):
         lost: Callable[[BaseException], None],
         company_s: Callable[[], float] = lambda: 0.0,
     ) -> DaemonLog:
-        """A new log, whose OPEN is certain. Raises StoreUnavailable when the store stays silent. `company_s`: see
-        `SlotSender`.
+        """Return a new log whose OPEN is certain. Raises StoreUnavailable if the store does not answer.
+
+        For `company_s` see `SlotSender`.
         """
         config = environment.config
         writer = Writer(config.daemon_id, config.daemon.address or "", environment.version)
@@ -667,9 +683,9 @@ class DaemonLog(SlotWriter, Probe):
         self._lost(error)
 
     async def close(self) -> None:
-        """Ends it in order: nothing is staged or handed out any more. Whoever looks sees that at once: CLOSE stands.
+        """End the log cleanly; nothing may be staged or delivered any longer. CLOSE tells other daemons at once.
 
-        What the store does not take is logged: the next owner fences the log.
+        If the store does not accept CLOSE, that is logged: the next owner fences the log.
         """
         if self._ended:
             await self.abandon()
@@ -677,20 +693,20 @@ class DaemonLog(SlotWriter, Probe):
         self._ended = True
         try:
             async with self._turn:
-                # None of them is in the middle of a slot.
+                # No task is in the middle of a slot.
                 await self._end_tasks()
                 await self._within_deadline(self._cursor.close(), "CLOSE")
             log.info("log %s is closed at slot %d", self.log_id, self._cursor.last_certain)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the next owner fences the log
+        except Exception as error:  # noqa: BLE001 - after any error the next owner fences the log
             log.warning("log %s is not closed, its next owner fences it: %s", self.log_id, error)
         finally:
-            # Also when the time for an orderly end is over.
+            # Also when the time for a clean end is over
             await self.abandon()
 
     async def abandon(self) -> None:
-        """Writes and confirms nothing any more, and gives files and locks up. May be repeated.
+        """Stop writing and confirming, and release files and locks. May be repeated.
 
-        A store that does not answer is not waited for: its threads end with the process.
+        It does not wait for a store that does not answer: its threads end with the process.
         """
         self._ended = True
         self._writer.close()
@@ -718,7 +734,7 @@ class DaemonLog(SlotWriter, Probe):
             raise InvariantViolated(f"log {self.log_id}: {what} was not written")
         return written.slot
 
-    # ---- what it says
+    # ---- state
 
     @property
     def log_id(self) -> str:
@@ -726,7 +742,7 @@ class DaemonLog(SlotWriter, Probe):
 
     @property
     def last_certain(self) -> int:
-        """The number of its last slot that is certain."""
+        """The number of its last certain slot."""
         return self._cursor.last_certain
 
     @property
@@ -739,13 +755,13 @@ class DaemonLog(SlotWriter, Probe):
         return self._ended
 
     def head(self, shard: int) -> Head | None:
-        """How far it certainly goes for the shard; None when it never had a section of it."""
+        """Return how far the log certainly goes for the shard, or None if it never had a section of it."""
         return self._cursor.head(shard)
 
     # ---- slots
 
     async def write(self, sections: Sequence[Section]) -> LandedSlot:
-        """Writes the sections as the next slot. Raises as `LogWriter.write`."""
+        """Write the sections as the next slot. Raises as `LogWriter.write`."""
         async with self._turn:
             encoders: Mapping[int, Encode] = {
                 section.shard: functools.partial(_encoded, section) for section in sections
@@ -771,7 +787,7 @@ class DaemonLog(SlotWriter, Probe):
         self.work_written += 1 + len(certain.slot.section_bytes)
 
     async def look(self) -> float | None:
-        """Whether nobody has fenced it, as `Probe` says."""
+        """Check that no other process has fenced the log; see `Probe`."""
         async with self._turn:
             looking = self._writer.probe()
         return await looking
@@ -779,12 +795,13 @@ class DaemonLog(SlotWriter, Probe):
     # ---- shards
 
     def begin(self, shard: int, claimed: Head) -> None:
-        """The claim of a shard is certain: it may stage from now on, in that epoch and behind that shard slot."""
+        """Let a shard whose claim is certain stage from now on, in that epoch and behind that section number."""
         self._cursor.begin(shard, claimed)
 
     async def stop(self, shard: int) -> Head | None:
-        """The shard stages nothing any more; its epoch and last shard slot, None when it did not stage. Returns when
-        what it had on its way is certain. Raises Unavailable when the log has ended before that.
+        """Stop staging for a shard; return its epoch and last section number, or None if it did not stage.
+
+        Returns once its section in flight is certain. Raises Unavailable if the log ends before that.
         """
         while self._cursor.has_under_way(shard):
             async with self._turn:
@@ -792,15 +809,16 @@ class DaemonLog(SlotWriter, Probe):
         return self._cursor.stop(shard) if self._cursor.stages(shard) else None
 
     async def end_for_claim(self) -> OwnLogEnd:
-        """How far it goes, for a shard that stages no more and is claimed by its own daemon. Raises Unavailable when
-        the log has ended.
+        """Return how far the log goes, for a shard that no longer stages and is claimed by its own daemon.
+
+        Raises Unavailable if the log has ended.
         """
         async with self._turn:
             self._check_lives()
             return self._cursor.end()
 
     def _check_lives(self) -> None:
-        """What is under way when the log is lost is never certain."""
+        """Raise Unavailable if the log has ended, since a slot in flight when it is lost is never certain."""
         if self._writer.is_closed:
             raise Unavailable(f"log {self.log_id} has ended")
 
@@ -812,19 +830,19 @@ class DaemonLog(SlotWriter, Probe):
         self.truncate()
 
     def truncate(self) -> None:
-        """Begins to delete what no shard needs any more, unless that is under way."""
+        """Begin to delete what no shard needs any longer, unless a deletion is in flight."""
         bound = self.truncation.bound(self._cursor.last_certain)
         if self._ended or bound <= self._deleted_through or (self._deleting and not self._deleting.done()):
             return
         self._deleting = asyncio.ensure_future(self._delete_through(bound))
 
     async def truncated(self) -> None:
-        """Returns when nothing is being deleted."""
+        """Wait until nothing is being deleted."""
         if self._deleting is not None:
             await asyncio.wait([self._deleting])
 
     def unneeded(self) -> ObjectCount:
-        """Slots that no shard needs and that are not deleted yet."""
+        """Return the slots that no shard needs and that are not deleted yet."""
         count = max(0, self.truncation.bound(self._cursor.last_certain) - self._deleted_through)
         return ObjectCount(count, sum(self._sizes[:count]))
 

@@ -1,9 +1,8 @@
-"""Decisions on their way into slots: of one shard, and of one of its topics.
+"""Stages the decisions of one shard for the commit log, and answers callers once they are durable.
 
-Owns: the decisions that no slot holds yet and those whose slot is in flight, when each waiting request is answered, and
-that a topic that has ended stages nothing more.
-Does not own: when a slot is written (`slot_sender`), what a decision is (`daemon.core.decisions.topic_state`), and what
-is done with a slot that is certain (`applied`, given by the shard).
+It holds the decisions that no slot has yet, and those whose slot is in flight. `slot_sender` decides when a slot is
+written; the shard gives `applied`, which applies a slot that is certain. A topic that has ended stages nothing
+(`TopicSlots`).
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from daemon.runtime import backoff
 from storage_backends.formats import deletion_format
 from storage_backends.formats.slot_format import DeletionRecord, Record, SlotBuilder, size_max
 
-# After so long without an answer of the store a call is told that its outcome is not known, or to try again.
+# Time that the store may be silent before a call fails with OutcomeUnknown or Unavailable (seconds)
 STALL_ANSWER_S = 10.0
-# What may wait for its slot before requests are refused; four full slots by default.
+# Full sections that may wait for a slot before requests are refused
 STAGED_SLOTS_MAX = 4
 BACK_PRESSURE_RETRY_MS = 100
-# So long may a slot be uncertain before new requests are refused.
+# Time that a slot may be uncertain before new requests are refused (seconds)
 STALL_REFUSE_S = 2.0
-# Records that nobody awaits go with the next slot, or after this time.
+# Records that no caller awaits go with the next slot, or after this time (seconds)
 UNAWAITED_S = 1.0
 
 Applied = Callable[[LandedSection, Sequence[Record], Sequence[DeletionRecord]], None]
@@ -35,10 +34,10 @@ Applied = Callable[[LandedSection, Sequence[Record], Sequence[DeletionRecord]], 
 
 @dataclasses.dataclass(slots=True)
 class _Slot:
-    """A slot that is being filled or is on its way.
+    """A section that is being filled or is in flight.
 
-    `certain` and `applied` are set when it is durable and applied. Whoever waits for `certain` is told when that takes
-    too long; `applied` ends with the slot itself.
+    `certain` and `applied` are set when it is durable and applied. Callers that wait for `certain` get an error if that
+    takes too long; `applied` ends only with the slot.
     """
 
     builder: SlotBuilder
@@ -49,7 +48,7 @@ class _Slot:
 class ShardSlots:
     """The staged decisions of one shard. The sender must be running.
 
-    `applied` makes state of a slot that is certain, `failed` hears what it raises: then nothing more is staged.
+    `applied` turns a certain slot into state. `failed` is called with what it raises; then nothing more is staged.
     """
 
     def __init__(
@@ -74,10 +73,10 @@ class ShardSlots:
         self._on_its_way: _Slot | None = None
         self._ended: Exception | None = None
 
-    # ---- what requests ask of it
+    # ---- requests
 
     def check_accepting(self) -> None:
-        """Raises what a request is to be answered with when nothing can be staged now."""
+        """Raise the error for a request if nothing can be staged now."""
         if self._ended is not None:
             raise self._ended
         stalled_s = self._sender.stalled_s
@@ -90,11 +89,11 @@ class ShardSlots:
             )
 
     def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
-        """Stage decisions. The future ends with the number of their slot, once that is durable and applied. Never
-        cancel it.
+        """Stage decisions. Never cancel the future.
 
-        No caller waits for decisions that are not `awaited`: they ride with the next slot, or go within a second.
-        `may_wait`: they may wait for company while the loop is busy; only the answer is delayed.
+        It ends with the number of their slot, once that is durable and applied. Decisions that are not `awaited` ride
+        with the next slot, or go within a second. With `may_wait` they may wait for company while the loop is busy;
+        only the answer is delayed.
         """
         slot = self._append(records)
         if not awaited:
@@ -106,17 +105,19 @@ class ShardSlots:
         return slot.certain
 
     def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
-        """Stages decisions that stand in one slot. Never cancel the future.
+        """Stage decisions that share one slot. Never cancel the future.
 
-        It ends as that of `stage`, but not because the slot takes long: until it ends the decisions are on their way.
+        It ends as that of `stage`, but not if the slot takes long: until it ends, the decisions are in flight.
         """
         slot = self._append(records)
         self._sender.send()
         return slot.applied
 
     def stage_deletions(self, record: DeletionRecord, *, patient: bool = False) -> asyncio.Future[int]:
-        """Stages a decision on the shard's deletions; the future ends with the number of its slot, once that is durable
-        and applied. `patient`: it does not end because the slot takes long. Never cancel it.
+        """Stage a decision on the shard's deletions. Never cancel the future.
+
+        It ends with the number of the slot, once that is durable and applied. With `patient` it does not end if the
+        slot takes long.
         """
         slot = self._slot_with_room(deletion_format.size_max(record))
         slot.builder.append_deletions(record)
@@ -135,7 +136,7 @@ class ShardSlots:
         slot = self._slots[-1] if self._slots else None
         if slot is None or (len(slot.builder) and slot.builder.size_bytes + size_bytes > self._slot_bytes_max):
             if slot is not None:
-                # It is full: no company is to be waited for.
+                # It is full, and waits for no company.
                 self._sender.send()
             slot = _Slot(SlotBuilder(), _future(), _future())
             self._slots.append(slot)
@@ -143,9 +144,9 @@ class ShardSlots:
         return slot
 
     async def confirmed(self) -> None:
-        """Returns when everything that a request may have seen is durable and the epoch was confirmed after this call.
+        """Wait until all that a request may have seen is durable and the epoch was confirmed after this call.
 
-        For answers without a decision of their own: they ride with the next slot, or one probe.
+        This is for answers without a decision of their own: they ride with the next slot or one probe.
         """
         if self._ended is not None:
             raise self._ended
@@ -162,14 +163,14 @@ class ShardSlots:
             raise Unavailable(f"the store has not answered for {STALL_ANSWER_S:.0f} s; try again") from None
 
     async def flush(self) -> None:
-        """Returns when everything that is staged now is durable and applied."""
+        """Wait until everything staged now is durable and applied."""
         self._sender.send()
         slot = self._last
         if slot is not None:
             await asyncio.shield(slot.certain)
 
     async def settled(self) -> None:
-        """Returns when everything that is staged now is durable and applied, however long that takes."""
+        """Wait until everything staged now is durable and applied, however long that takes."""
         self._sender.send()
         slot = self._last
         if slot is not None:
@@ -187,16 +188,16 @@ class ShardSlots:
 
     @property
     def staged_rows(self) -> int:
-        """Rows of decisions that are not durable yet."""
+        """The number of rows in decisions that are not durable yet."""
         return sum(slot.builder.rows for slot in self._all)
 
     @property
     def stalled_s(self) -> float:
-        """For how long the slot before what waits has been on its way; 0.0 when none is."""
+        """Seconds the slot in flight has been pending; 0.0 if none is."""
         return self._sender.stalled_s
 
     def answer_stalled(self) -> None:
-        """Whoever has waited too long is told that the outcome is unknown; the slot is still being tried."""
+        """Answer callers that have waited too long with OutcomeUnknown; the slot is still being tried."""
         if self.stalled_s > STALL_ANSWER_S:
             error = OutcomeUnknown(f"the store has not answered for {self.stalled_s:.0f} s; a retry is safe")
             for slot in self._all:
@@ -204,20 +205,23 @@ class ShardSlots:
                     slot.certain.set_exception(error)
                     slot.certain = _future()
 
-    # ---- what the sender does with it
+    # ---- the sender
 
     @property
     def waiting_slots(self) -> int:
-        """Sections that wait for a slot; the last may have room still."""
+        """The number of sections that wait for a slot; the last one may still have room."""
         return len(self._slots)
 
     @property
     def next_bytes(self) -> int:
-        """An upper bound of the size of the first section that waits."""
+        """An upper bound of the size of the first waiting section (bytes)."""
         return self._slots[0].builder.size_bytes
 
     def take(self) -> Section:
-        """The first section that waits. It is on its way from now on, and no other is taken until it has `landed`."""
+        """Take the first waiting section, which is in flight from now on.
+
+        None is taken again before it has `landed`.
+        """
         self._on_its_way = self._slots.popleft()
         if self._slots:
             self._sender.join(self)
@@ -225,20 +229,23 @@ class ShardSlots:
         return Section(self._shard, builder.freeze(), builder.deletions)
 
     def never_lands(self, error: Exception) -> None:
-        """What was taken cannot be encoded: nothing of what this shard has in memory is relied on. Raises nothing."""
+        """End the shard, since its section cannot be encoded and its memory can no longer be relied on.
+
+        Raises nothing.
+        """
         if self._on_its_way is not None:
             self.end(Unavailable(f"the shard is served by this daemon no longer: {error}"))
             self._failed(error)
 
     def landed(self, section: Section, landed: LandedSection) -> None:
-        """What was taken is certain: it is applied, and who waits for it is told. Raises nothing."""
+        """Apply the section that was taken, which is certain, and answer its callers. Raises nothing."""
         taken = self._on_its_way
         if taken is None:
-            # The shard has ended meanwhile, and dropped its state.
+            # The shard ended meanwhile and dropped its state.
             return
         try:
             self._applied(landed, section.records, section.deletions)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this shard's
+        except Exception as error:  # noqa: BLE001 - any error is this shard's alone
             self.end(Unavailable(f"the shard is served by this daemon no longer: {error}"))
             self._failed(error)
             return
@@ -248,7 +255,7 @@ class ShardSlots:
         self._on_its_way = None
 
     def end(self, error: Exception) -> None:
-        """Nothing more is staged; whoever waits gets the error."""
+        """Stop staging; waiting callers get the error."""
         if self._ended is not None:
             return
         self._ended = error
@@ -262,9 +269,10 @@ class ShardSlots:
 
 
 class TopicSlots:
-    """The slots of a shard for one of its topics: the same until the topic ends.
+    """The slots of a shard for one of its topics, until the topic ends.
 
-    What still runs for a topic that is loaded again must decide nothing: it has seen what no longer counts.
+    Work that still runs for a topic that is loaded again must decide nothing: it has seen state that is no longer
+    valid.
     """
 
     def __init__(self, slots: ShardSlots) -> None:
@@ -272,7 +280,7 @@ class TopicSlots:
         self._ended: Exception | None = None
 
     def end(self, error: Exception) -> None:
-        """Nothing more is staged; whoever tries gets the error. What is staged goes its way."""
+        """Stop staging; later callers get the error. Decisions that are staged already are still written."""
         if self._ended is None:
             self._ended = error
 
@@ -307,6 +315,6 @@ class TopicSlots:
 
 def _future() -> asyncio.Future[int]:
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    # Nobody may be waiting when it fails.
+    # No caller may be waiting when it fails.
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future

@@ -1,8 +1,7 @@
-"""The sender of a log: what shards have staged while a slot is being written is the next slot.
+"""Writes the staged sections of any number of shards, slot after slot.
 
-Owns: the loop that writes slot after slot, which of the shards have something for the next one, how long it waits for
-company, up to which slot the shards have what is theirs, and since when one is on its way.
-Does not own: what a shard has staged and who waits for it (`shard_staging`), the slot's bytes and its PUT (the log).
+The sections that shards stage while a slot is being written make up the next slot. `shard_slots` holds what a shard has
+staged and its waiting callers; `daemon_log` encodes and sends the slot.
 
 Acknowledgements may wait for company, because they hold up only their own answers: while the tick is stretched, and if
 several came together before, for as long as a tick. They never wait where keys have an order.
@@ -20,17 +19,17 @@ from daemon.runtime import backoff
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.slot_format import DeletionRecord, Record
 
-# Without a confirmation for so long nothing is answered before there is one (R8).
+# Age of the newest confirmation from which nothing is answered before there is another one (seconds, R8)
 ANSWER_UNCONFIRMED_S = 30.0
-# While more than one shard waits a slot has so much: then a shard with much to write does not delay the others.
+# Size of a slot while several shards wait (bytes), so that a shard with much to write does not delay the others
 SHARED_SLOT_BYTES = 1 << 20
-# Who may wait for company does where so many of them were in the last slot that had any.
+# Decisions that may wait for company do if at least this many were in the last slot that had any.
 COMPANIONS_LEAST = 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Section:
-    """What one shard has in a slot, in the order in which it is applied: decisions on topics, and on deletions."""
+    """The part of a slot that belongs to one shard: decisions on topics and on deletions, in the order of applying."""
 
     shard: int
     records: Sequence[Record]
@@ -39,7 +38,7 @@ class Section:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LandedSection:
-    """A section that is certain: its number in its shard, and its size."""
+    """A section that is certain: its section number in the shard, and its size."""
 
     slot: ShardSlot
     size_bytes: int
@@ -47,8 +46,10 @@ class LandedSection:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class LandedSlot:
-    """A slot of the log that is certain. `number`: None when nothing of it could be encoded, and none was written.
-    `sections`: by shard. `unencodable`: by shard, why its section can never be stored.
+    """A slot of the log that is certain.
+
+    `number` is None if nothing of it could be encoded and none was written. `sections` maps shards to what landed,
+    `unencodable` maps shards to the reason why their section can never be stored.
     """
 
     number: int | None
@@ -57,50 +58,53 @@ class LandedSlot:
 
 
 class SlotWriter(Protocol):
-    """What writes the slots of a log, one after the other."""
+    """The writer of a log's slots, one after the other."""
 
     async def write(self, sections: Sequence[Section]) -> LandedSlot:
-        """Writes the sections, of different shards, as the next slot; returns when it is certain, however long that
-        takes. What it raises ends the log.
+        """Write the sections, each of another shard, as the next slot.
+
+        Returns when the slot is certain, however long that takes. An error that it raises ends the log.
         """
         ...
 
 
 class Staged(Protocol):
-    """The decisions of one shard that are on their way into slots."""
+    """The staged decisions of one shard."""
 
     @property
     def waiting_slots(self) -> int:
-        """Sections that wait for a slot; the last may have room still."""
+        """The number of sections that wait for a slot; the last one may still have room."""
         ...
 
     @property
     def next_bytes(self) -> int:
-        """An upper bound of the size of the first section that waits."""
+        """An upper bound of the size of the first waiting section (bytes)."""
         ...
 
     def take(self) -> Section:
-        """The first section that waits. It is on its way from now on, and no other is taken until it has `landed`. With
-        more to be written the shard joins the sender again.
+        """Take the first waiting section, which is in flight from now on.
+
+        None is taken again before it has `landed`. A shard with more to write joins the sender again.
         """
         ...
 
     def landed(self, section: Section, landed: LandedSection) -> None:
-        """The section that was taken is certain. What comes of that is the shard's alone: this raises nothing."""
+        """Apply the section that was taken, which is certain. Errors are the shard's alone: this raises nothing."""
         ...
 
     def never_lands(self, error: Exception) -> None:
-        """The section that was taken cannot be encoded: what the shard's memory holds can never be stored."""
+        """End the shard, since the section that was taken cannot be encoded and its memory can never be stored."""
         ...
 
 
 class SlotSender:
-    """Writes what shards have staged; any number of them may stand behind it. `run` must be running; it ends when the
-    writer raises: whoever runs it tells the shards.
+    """The loop that writes the staged sections of any number of shards.
 
-    A slot leaves at once when nothing came while the one before it was written. Else the log is busy, and a slot that
-    has room waits for company: as long as the one before it took, and not longer than `linger_s`. `every_s`: slots
-    leave at most that often. `company_s`: so long wait those that may, but not longer than `linger_s`.
+    `run` must be running. It ends when the writer raises; its caller informs the shards.
+
+    A slot leaves at once if nothing came while the one before it was written. Otherwise the log is busy, and a slot
+    with room waits for company: as long as the one before it took, but at most `linger_s`. `every_s` is the shortest
+    time between two slots. Requests that may wait do so for `company_s`, but at most `linger_s` (all in seconds).
     """
 
     def __init__(
@@ -121,32 +125,34 @@ class SlotSender:
         self._linger_s = linger_s
         self._every_s = every_s
         self._company_s = company_s
-        # Those that have something for the next slot, in the order in which they came.
+        # Shards that have something for the next slot, in the order in which they came
         self._line: dict[Staged, None] = {}
         self._wanted = asyncio.Event()
-        # How many who may wait ask for the next slot, and did for the last one that had any; and the end of their time.
+        # Decisions that may wait, for the next slot and in the last one that had any, and the timer that ends the wait
         self._companions = self._companions_before = 0
         self._soon: asyncio.TimerHandle | None = None
         self._writing_since_s: float | None = None
         self._left_at_s = clock() - every_s
         self.applied = 0
-        """The last slot of the log of which every shard has what is its own."""
+        """The last slot of the log of which every shard has applied its section."""
 
     def join(self, staged: Staged) -> None:
-        """What it has rides with the next slot; a slot for it alone is asked for by `send`."""
+        """Let the shard's sections ride with the next slot; `send` requests one for them."""
         self._line[staged] = None
 
     def leave(self, staged: Staged) -> None:
-        """Takes nothing more of what it has; what of it is on its way may still land."""
+        """Take no more sections of the shard; one in flight may still land."""
         self._line.pop(staged, None)
 
     def send(self) -> None:
-        """A slot is wanted now, if anything is staged."""
+        """Request a slot now, if anything is staged."""
         self._wanted.set()
 
     def send_soon(self) -> None:
-        """A slot is wanted by who may wait for company: for as long as `company_s` says, or until others want a slot,
-        where the last slot that had any of them had several.
+        """Request a slot for a decision that may wait for company.
+
+        It waits `company_s`, or until others request a slot, if several such decisions were in the last slot that had
+        any.
         """
         self._companions += 1
         if self._soon is not None or self._wanted.is_set():
@@ -160,11 +166,11 @@ class SlotSender:
 
     @property
     def stalled_s(self) -> float:
-        """For how long the slot that is being written has been on its way; 0.0 when none is."""
+        """Seconds the slot in flight has been pending; 0.0 if none is."""
         return 0.0 if self._writing_since_s is None else self._clock() - self._writing_since_s
 
     async def run(self) -> None:
-        """Writes slots until the writer raises, or no confirmation comes any more."""
+        """Write slots until the writer raises or confirmations end."""
         while True:
             await self._wanted.wait()
             if (early_s := self._left_at_s + self._every_s - self._clock()) > 0:
@@ -177,11 +183,11 @@ class SlotSender:
             if not self._line or not self._wanted.is_set() or linger_s <= 0:
                 continue
             if all(staged.waiting_slots == 1 for staged in self._line):
-                # There is room: more would ride with what waits.
+                # There is room for more.
                 await self._sleep(linger_s)
 
     async def _send_one(self) -> float:
-        """Writes the next slot; how long that took, in seconds."""
+        """Write the next slot; return how long that took (seconds)."""
         self._left_at_s = self._writing_since_s = begun_s = self._clock()
         taken = self._next_of_line()
         sections = [staged.take() for staged in taken]
@@ -189,7 +195,7 @@ class SlotSender:
         landed = await self._writer.write(sections)
         took_s = self._clock() - begun_s
         if not self._confirmation.fresh_within(ANSWER_UNCONFIRMED_S):
-            # The slot was sent long ago: a successor may have replayed it and gone on since.
+            # The slot was sent long ago: a successor may have replayed it and continued.
             await self._confirmation.confirm_after(self._clock())
         for staged, section in zip(taken, sections, strict=True):
             if section.shard in landed.sections:
@@ -202,7 +208,7 @@ class SlotSender:
         return took_s
 
     def _begin_next(self) -> None:
-        """A slot has left: whoever asks from now on asks for the next one, and what had no room wants it."""
+        """Begin the next slot, since one has left. Sections that had no room want it at once."""
         if self._companions:
             self._companions, self._companions_before = 0, self._companions
         if self._soon is not None:
@@ -214,7 +220,7 @@ class SlotSender:
             self._wanted.clear()
 
     def _next_of_line(self) -> list[Staged]:
-        """Who is in the next slot: the first of the line, and whoever fits in with it. They leave the line."""
+        """Remove from the line the shards of the next slot: the first one, and all that fit in with it."""
         if len(self._line) == 1:
             taken = list(self._line)
             self._line.clear()

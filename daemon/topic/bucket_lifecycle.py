@@ -1,30 +1,17 @@
-"""The life of a topic's buckets: cut, sealed, merged, quarantined when damaged, dropped when every row is gone.
+"""Cuts, seals, quarantines and drops the buckets of a topic, and learns what other processes merged.
 
-Owns: when the buckets that take new rows are cut, the seals of one topic one after the other, learning what other
-processes merged, marking damaged buckets in the manifest, and dropping empty ones from it.
-Does not own: serving the rows meanwhile (`daemon.core.index.index`), merging and putting merged buckets in the place of
-their sources (`merged_buckets`), finding damage (`bucket_reads`, `topic_loading`).
+A seal cuts the mutable buckets of all indexes at one slot boundary, on the loop, in O(1) of the rows. The O(n) work
+runs in an executor while the rows are served from memory: a bucket object for each index that has rows, and the
+progress as of the slot. The manifest then names the objects. Seals are committed in the order of their cuts: the
+manifest's `applied` moves from one cut's slot to the next. A crash before the manifest leaves objects that no manifest
+names; the rows are in the commit log or a checkpoint.
 
-A seal cuts the buckets of all indexes between two slots, on the loop, in O(1) of the rows; the O(n) work is done in a
-thread. Seals are committed in the order of their cuts: the manifest's `applied` moves from one cut's slot to the next.
+Other processes merge sealed buckets at any time, so every manifest that is read may name buckets that are not served
+yet. They are learned between two steps, so that no source of one is being sealed, quarantined or dropped meanwhile.
 
-Other processes merge sealed buckets at any time. Every manifest that is read may name buckets that are not served yet:
-they are learned here, between two steps, so that no source of one is being sealed, quarantined or dropped meanwhile.
-
-Sealing: the rows of mutable buckets become immutable objects, and the topic's manifest names them.
-
-Owns: what is stored for a seal: a bucket object for each index that has rows, and the progress as of its slot.
-Does not own: when to seal and what serves the rows meanwhile (the engine, `daemon.core.index.index`), the manifest's
-operations (`storage_backends.topic_manifest`).
-
-A seal cuts all indexes of a topic at one slot boundary; everything here is O(n) and runs in an executor, while the rows
-are served from memory. A crash before the manifest leaves objects that no manifest names; the rows are in journal or
-checkpoint.
-
-What a shard checkpoint says of a topic.
-
-Owns: turning a topic's state as of a slot into its part of the checkpoint.
-Does not own: the object (`checkpoint_store`), when one is taken (the engine) and reading it back (`recovery`).
+A cut of the topic for a shard checkpoint (`TopicCut`) is made here, too, since it includes the seals in flight.
+`merged_buckets` merges, and replaces the sources by the merged bucket; `bucket_reads` and `daemon.shard.topic_loading`
+find damage.
 """
 
 from __future__ import annotations
@@ -62,7 +49,7 @@ from storage_backends.object_store import StoreError
 class SealCut:
     """The mutable bucket of the index `index_id` (`index_ids`) as of `slot`.
 
-    `key`: the object that the bucket will be; `base`: the manifest number that it was started from.
+    `key` is that of the object to be written, `base` the manifest number that it was started from.
     """
 
     topic: str
@@ -75,7 +62,7 @@ class SealCut:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class WrittenBucket:
-    """The object of a cut. `rows`: what it holds, in due order."""
+    """The object written for a cut. `rows` are its rows in due order."""
 
     live: manifest.LiveBucket
     table: bucket_format.BucketTable
@@ -85,7 +72,7 @@ class WrittenBucket:
 def write_bucket(
     store: object_store.ObjectStore, cut: SealCut, *, limits: SegmentLimits, compatible: bool
 ) -> WrittenBucket | None:
-    """Puts the bucket object; None when no row is left. May be repeated: the object is the same."""
+    """Put the bucket object; return None if no row is left. May be repeated: the object is the same."""
     kept = cut.rows.kept()
     if not len(kept):
         return None
@@ -101,8 +88,10 @@ def write_bucket(
 
 
 def progress_of(cuts: Sequence[SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut) -> manifest.Progress:
-    """Everything of a topic that is not rows, as of the cuts of one seal. `bits`: of the buckets of all indexes that
-    were sealed or being sealed before; what was acknowledged of the rows that are being sealed is in the cuts.
+    """Return everything of a topic except its rows, as of the cuts of one seal.
+
+    `bits` are those of the buckets of all indexes that were sealed or being sealed before. Acknowledgements of the rows
+    that are being sealed are in the cuts.
     """
     own = (BucketBits(cut.key, (), cut.rows.acknowledged) for cut in cuts)
     return stored_topic.progress_of_topic(cuts[0].rows.pages, (*bits, *own), redelivery)
@@ -110,8 +99,10 @@ def progress_of(cuts: Sequence[SealCut], bits: Iterable[BucketBits], redelivery:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicCut:
-    """A topic as of the checkpoint's slot. `indexes`: by id, the first one is 0, the shared index. `sealing`: cuts
-    whose seal is not known to be committed.
+    """A topic as of the checkpoint's slot.
+
+    `indexes` are pairs of an id and a cut, first 0, the shared index. `sealing` are cuts whose seal is not known to be
+    committed.
     """
 
     topic_id: str
@@ -123,7 +114,7 @@ class TopicCut:
 
 
 def checkpoint_part(cut: TopicCut) -> checkpoint_format.TopicPart:
-    """The topic's part of the checkpoint. O(n): runs in an executor."""
+    """Return the topic's part of the checkpoint. O(n): runs in an executor."""
     (_, shared), *own = cut.indexes
     bits = [each for _, index in cut.indexes for each in index.bits]
     bits.append(BucketBits("", (), shared.mutable.acknowledged))
@@ -148,25 +139,27 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The tip was read within this time, where there is something that others may merge: it finds merges of which no hint
-# came. Below the time that merged buckets stay.
+# Time between two reads of the tip if others may merge something, to find merges without a hint (seconds). It is less
+# than the time that merged buckets stay.
 LOOK_S = 1_200.0
-# After a look that failed.
+# Time until the tip is read again after a failure (seconds)
 LOOK_AGAIN_S = 30.0
-# The mutable buckets of a topic are sealed by so much of their age earlier than the setting says at most, of each topic
-# another part: topics that began together are not sealed together.
+# Mutable buckets are sealed before their age limit by up to this part of it. It is random for each topic, so that
+# topics that began together are not sealed together.
 AGE_SPREAD = 0.25
 MERGEABLE_BUCKETS = 2
-# Bucket objects of one seal that are written at the same time.
+# Bucket objects of one seal that are written at the same time
 WRITES_MAX = 4
-# Progress up to this size is part of the manifest.
+# Progress up to this size is part of the manifest (bytes).
 INLINE_PROGRESS_BYTES = 256 << 10
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Seal:
-    """`buckets`: of each index that had rows, its cut and the bucket that serves them. `bits`: of all other buckets;
-    `redelivery`: what else there was of the topic.
+    """A seal from its cut until its commit.
+
+    `buckets` are, for each index that had rows, the cut and the bucket that serves its rows. `bits` are those of all
+    other buckets, `redelivery` the rest of the topic.
     """
 
     slot: ShardSlot
@@ -181,11 +174,11 @@ class _Seal:
 
 
 class BucketLifecycle:
-    """The buckets of one topic. `failed` hears of an error that ends the topic, or the shard; `changed` of buckets
-    that changed.
+    """The buckets of one topic.
 
-    `settings`: what is in force for the topic now. `slot`: no later one has named the topic so far. `adopt` puts the
-    merged buckets that a manifest names in the place of their sources.
+    `failed` is called with an error that ends the topic or the shard, `changed` after buckets changed. `settings`
+    returns the current settings. No slot after `slot` has named the topic so far. `adopt` replaces the sources by the
+    merged buckets that a manifest names.
     """
 
     def __init__(
@@ -208,14 +201,14 @@ class BucketLifecycle:
         self._failed = failed
         self._changed = changed
         self._seals: collections.deque[_Seal] = collections.deque()
-        # What was found in buckets that are to be quarantined, by name.
+        # Name of a bucket that will be quarantined -> its damage
         self._damaged: dict[str, str] = {}
         self._slot = slot
         # Every merged bucket of this manifest, and of those before it, is served.
         self._learned = manifests.number
         self._learners: list[asyncio.Future[None]] = []
         self._older = AGE_SPREAD * environment.jitter()
-        # At first of each topic another time: they are not all looked at together.
+        # Random at first, so that the topics are not all checked together
         self._look_in_s = LOOK_S * environment.jitter()
         self._looked_at_s = environment.clock.elapsed_s()
         self._look_wanted = False
@@ -236,12 +229,12 @@ class BucketLifecycle:
     # ---- deciding
 
     def before_rows(self, highest_ledger_id: int, slot: ShardSlot) -> None:
-        """Rows up to that ledger are about to be applied; everything up to `slot` is applied (PIP-195's rule)."""
+        """Seal, if necessary, before rows up to that ledger are applied behind `slot` (PIP-195's rule)."""
         if self._topic.indexes.wants_seal_before(highest_ledger_id, self._settings().seal_limits):
             self.seal(slot)
 
     def after_slot(self, slot: ShardSlot) -> None:
-        """Everything up to `slot` is applied."""
+        """Seal, or drop buckets, if that is due. Everything up to `slot` is applied."""
         self._slot = slot
         limits = self._settings().seal_limits
         elapsed_ms = self._environment.elapsed_ms() + int(self._older * limits.age_max_ms)
@@ -251,13 +244,13 @@ class BucketLifecycle:
             self.rows_left(slot)
 
     def rows_left(self, slot: ShardSlot) -> None:
-        """Everything up to `slot` is applied, which brought no rows: buckets may be dropped."""
+        """Drop buckets, if that is due. Everything up to `slot` is applied, which added no rows."""
         self._slot = slot
         if self._topic.indexes.has_droppable or self._manifests.number != self._learned:
             self._start()
 
     def look_after(self, slot: ShardSlot) -> None:
-        """Once a second: what depends on time alone. Everything up to `slot` is applied."""
+        """Do what depends on time alone. Called once a second; everything up to `slot` is applied."""
         self.after_slot(slot)
         self.merging.consider()
         elapsed_s = self._environment.clock.elapsed_s()
@@ -268,14 +261,15 @@ class BucketLifecycle:
             self.look_for_merges()
 
     def look_for_merges(self) -> None:
-        """The newest manifest is read from now on, and what others merged is learned."""
+        """Begin to read the newest manifest and to learn what others merged."""
         self._look_wanted = True
         self._start()
 
     def seal(self, slot: ShardSlot) -> asyncio.Future[Sealed] | None:
-        """Cuts the mutable buckets of all indexes now. Call between two slots; `slot` is the last one that is applied.
+        """Cut the mutable buckets of all indexes now. Returns None if there is nothing to seal.
 
-        The future ends when the buckets are committed; None when there was nothing to seal. Never cancel it.
+        Call it between two slots; `slot` is the last one that is applied. The future ends when the buckets are
+        committed. Never cancel it.
         """
         indexes = self._topic.indexes
         if not indexes.has_mutable_rows:
@@ -287,7 +281,7 @@ class BucketLifecycle:
             lambda _: names.bucket_key(shard, topic_id, base, new_id()), now_ms=self._environment.clock.now_ms()
         )
         committed: asyncio.Future[Sealed] = asyncio.get_running_loop().create_future()
-        # Nobody may be waiting when it fails.
+        # No caller may be waiting when it fails.
         committed.add_done_callback(lambda done: done.cancelled() or done.exception())
         buckets = tuple(
             (
@@ -309,8 +303,9 @@ class BucketLifecycle:
         return committed
 
     def quarantine(self, bucket: str, damage: str) -> None:
-        """The object of a sealed bucket is damaged. It is read no more, and when that is in the manifest, what it held
-        may be added again. Nothing happens when the topic has ended.
+        """Stop reading a sealed bucket whose object is damaged.
+
+        Once that is in the manifest, its rows may be added again. Does nothing if the topic has ended.
         """
         if self._closed:
             return
@@ -323,10 +318,11 @@ class BucketLifecycle:
             self._start()
 
     async def is_live(self, bucket: str) -> bool:
-        """Whether the newest manifest names a bucket, the object of which is missing. If not, it was merged away, and
-        what it held is served from the bucket that took its place when this returns. False when the topic has ended.
+        """Return whether the newest manifest names a bucket whose object is missing.
 
-        Raises Corruption when the manifest is damaged, commit.Refused when the epoch is over.
+        If it does not, the bucket was merged away, and the bucket that replaced it serves its rows when this returns.
+        Returns False if the topic has ended. Raises Corruption if the manifest is damaged, and commit.Refused if the
+        epoch is over.
         """
         if self._closed:
             return False
@@ -335,14 +331,15 @@ class BucketLifecycle:
             return True
         index = self._topic.indexes.holding(bucket)
         if index is not None:
-            # What is due does not wait for it, but for what has its key.
+            # The head does not wait for the merged bucket; rows that are delivered by key do.
             index.leave_to_merged(bucket)
         await self.learn(tip)
         return False
 
     async def learn(self, newest: manifest.TopicManifest) -> None:
-        """Returns when every merged bucket of a manifest that was read or committed here is served; or at once when the
-        topic is being deleted or given up.
+        """Wait until every merged bucket of a manifest that was read or committed here is served.
+
+        Returns at once if the topic is being deleted or given up.
         """
         while self._learned < newest.head.number and not self._halted:
             learned = asyncio.get_running_loop().create_future()
@@ -351,7 +348,7 @@ class BucketLifecycle:
             await learned
 
     def cut(self) -> TopicCut:
-        """The topic as it is now, for a checkpoint."""
+        """Return the topic as it is now, for a checkpoint."""
         return TopicCut(
             topic_id=self._topic.topic_id,
             topic=self._topic.name,
@@ -364,12 +361,12 @@ class BucketLifecycle:
     # ---- doing
 
     async def settled(self) -> None:
-        """Returns when nothing is under way."""
+        """Wait until nothing is in flight."""
         while self._work is not None and not self._work.done():
             await asyncio.wait([self._work])
 
     async def halt(self) -> None:
-        """Nothing begins any more until `go_on`; returns when what is under way is over."""
+        """Begin nothing more until `go_on`; return when what is in flight is over."""
         self._halted = True
         self._wake_learners()
         await self.merging.halt()
@@ -381,7 +378,7 @@ class BucketLifecycle:
         self._start()
 
     def begin_close(self) -> None:
-        """Nothing begins any more, for good; `halt` returns when what is under way is over."""
+        """Begin nothing more, for good; `halt` returns when what is in flight is over."""
         self._halted = self._closed = True
         self._wake_learners()
         self.merging.close()
@@ -434,10 +431,10 @@ class BucketLifecycle:
             self._looked_at_s, self._look_in_s = self._environment.clock.elapsed_s(), LOOK_AGAIN_S
 
     async def _learn(self) -> None:
-        """The newest manifest that is known: its merged buckets take the place of their sources."""
+        """Replace sources by the merged buckets of the newest known manifest."""
         newest = self._manifests.manifest
         if newest.owner_epoch != self._manifests.epoch:
-            # A merge is committed whoever owns the topic.
+            # Another process commits a merge without being the owner.
             raise commit.Refused(
                 f"owner epoch is {newest.owner_epoch}, not {self._manifests.epoch}", self._manifests.tip
             )
@@ -448,7 +445,10 @@ class BucketLifecycle:
         self._wake_learners()
 
     def _names_unknown(self, newest: manifest.TopicManifest) -> bool:
-        """Whether it names a merged bucket that is not served. What was sealed here is served, or about to be."""
+        """Return whether the manifest names a merged bucket that is not served.
+
+        Buckets that were sealed here are served, or about to be.
+        """
         merged = [live for live in newest.live if live.level]
         if not merged:
             return False
@@ -497,7 +497,7 @@ class BucketLifecycle:
         )
 
     async def _write(self, seal: _Seal) -> list[WrittenBucket | None]:
-        """The objects of a seal, in the order of its cuts; None where no row is left."""
+        """Return the objects of a seal, in the order of its cuts; None where no row is left."""
         settings, store = self._settings(), self._environment.store
         turn = asyncio.Semaphore(WRITES_MAX)
 
@@ -533,7 +533,7 @@ class BucketLifecycle:
         self._changed()
 
     async def _progress(self, seal: _Seal) -> tuple[manifest.Progress | None, manifest.ObjectReference | None]:
-        """The progress of a seal: itself where it is small, or the object that it was written to."""
+        """Return the progress of a seal itself if it is small, or else the object that it was written to."""
         progress, encoded = await self._environment.pools.seals.run(lambda: _encoded(seal))
         if len(encoded) <= INLINE_PROGRESS_BYTES:
             return progress, None
@@ -542,7 +542,7 @@ class BucketLifecycle:
         await self._until_written(lambda: self._environment.store.put(key, encoded))
         return None, topic_manifest.reference_to(key, base, encoded)
 
-    # ---- what leaves
+    # ---- quarantine and drops
 
     async def _quarantine(self, bucket: str) -> None:
         if self._topic.indexes.holding(bucket) is not None:
@@ -554,7 +554,7 @@ class BucketLifecycle:
                     )
                 )
             except topic_manifests.Overtaken as overtaken:
-                # What took its place is learned next, and holds its rows whole.
+                # The bucket that replaced it is learned next and holds its rows undamaged.
                 log.info("topic %s: the damaged bucket is needed no more: %s", self._topic.name, overtaken)
             else:
                 self._topic.quarantine(next(live for live in committed.live if live.object.name == bucket))
@@ -569,14 +569,14 @@ class BucketLifecycle:
                 buckets=tuple(empty), epoch=self._manifests.epoch, delete_after_ms=now_ms + self._environment.grace_ms
             )
         )
-        # Of one that was merged before only memory says that its rows are gone: the merged bucket takes that over.
+        # If one was merged before, only memory knows that its rows are gone: the merged bucket takes that over.
         await self._learn()
         for name in empty:
             self._topic.drop(name)
         self._changed()
 
     async def _until_written(self, work: Callable[[], T]) -> T:
-        """Runs a repeatable write until the store takes it; the rows are served from memory meanwhile."""
+        """Repeat a repeatable write until the store accepts it; memory serves the rows meanwhile."""
 
         def failed(error: Exception) -> None:
             self._environment.metrics.bucket_operation("create", "failed", seconds=0.0)

@@ -1,15 +1,10 @@
-"""Reading bucket objects, with the daemon's errors.
+"""Reads bucket objects and loads the segments of a topic, with the daemon's errors.
 
-Owns: what damage of a bucket is to the daemon.
-Does not own: which ranges are read, and that what is read is whole (`storage_backends.bucket_reading`).
+The functions are synchronous and run in an executor. Damage raises Corruption with the object's key and the offset;
+`storage_backends.bucket_reading` determines the ranges and checks what was read.
 
-Everything here is synchronous and runs in an executor. Damage raises Corruption with the object's key and the offset.
-
-Loading segments: which reads are under way, and putting what was read where it is wanted.
-
-Owns: reads of one topic's segments, each at most once at a time, trying again when the store fails, and telling a
-bucket that was merged away from one that is damaged.
-Does not own: which segments are wanted (`daemon.core.index.index`, `daemon.core.backlog.backlog_reader`) and the cache.
+`SegmentLoader` reads each segment at most once at a time, tries again when the store fails, and distinguishes a bucket
+that was merged away from a damaged one. The indexes and backlog readers of `daemon.core` say which segments they want.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from storage_backends.object_store import StoreError
 
 
 class BucketMissing(Corruption):
-    """The object of a bucket is not there. A manifest that is older than the tip may name it rightly."""
+    """The object of a bucket is missing. An older manifest than the tip may legitimately name it."""
 
 
 def open_bucket(
@@ -60,7 +55,7 @@ def read_bucket(store: object_store.ObjectStore, live: LiveBucket) -> tuple[buck
 
 
 def read_source(store: object_store.ObjectStore, live: LiveBucket) -> merge.Source:
-    """A source of a merge as a whole, every check of it made."""
+    """Return a whole source of a merge, after every check of it."""
     with _as_corruption():
         return bucket_merging.read_source(store, live)
 
@@ -77,15 +72,17 @@ def _as_corruption() -> Iterator[None]:
 
 log = logging.getLogger(__name__)
 
-# Reads of one topic at a time.
+# Concurrent reads of one topic
 READS_MAX = 8
 
 
 class SegmentLoader:
-    """`loaded` is called on the loop each time segments have come into memory, `damaged` with a bucket and what was
-    found when its object is damaged or missing. `is_live`: whether the newest manifest names a bucket that is missing;
-    when it does not, what took its place is served as soon as the answer is there. It tries until the store tells.
-    `failed` hears of what was not foreseen.
+    """The reads of one topic's segments.
+
+    `loaded` is called on the loop whenever segments have been loaded, and `failed` with unforeseen errors. If an object
+    is damaged or missing, `damaged` is called with the bucket and its damage. `is_live` returns whether the newest
+    manifest names a missing bucket, and retries until the store answers. If the manifest does not, the bucket that
+    replaced it is served when `is_live` returns.
     """
 
     def __init__(
@@ -108,7 +105,7 @@ class SegmentLoader:
         self._closed = False
 
     def start(self, wanted: Iterable[SegmentRange]) -> list[asyncio.Task[None]]:
-        """Reads segments that are not being read; the tasks to wait for until all of them are in memory."""
+        """Read segments that are not being read; return the tasks to wait for until all of them are in memory."""
         if self._closed:
             return []
         tasks = []
@@ -118,7 +115,7 @@ class SegmentLoader:
             tasks += [task for task in under_way if task is not None]
             missing = [number for number in numbers if (segments.bucket, number) not in self._reads]
             if missing:
-                # What lies between is read again rather than with a request of its own.
+                # One request reads the whole range, including segments in between that are being read.
                 task = asyncio.ensure_future(self._read(SegmentRange(segments.bucket, missing[0], missing[-1])))
                 for number in missing:
                     self._reads[segments.bucket, number] = task
@@ -127,7 +124,7 @@ class SegmentLoader:
         return tasks
 
     def reads(self, bucket: str, number: int) -> bool:
-        """Whether the segment is being read."""
+        """Return whether the segment is being read."""
         return (bucket, number) in self._reads
 
     def close(self) -> None:
@@ -153,7 +150,7 @@ class SegmentLoader:
         self._loaded()
 
     async def _read_until_there(self, segments: SegmentRange) -> list[KeyedRows]:
-        """The rows of each segment; none when the bucket is served no longer."""
+        """Return the rows of each segment, or none if the bucket is no longer served."""
         environment = self._environment
         try:
             return await backoff.until_answered(

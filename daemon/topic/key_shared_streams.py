@@ -1,24 +1,11 @@
-"""A subscription that is shared by key: who joins, and rounds in which what may be sent is shared out.
+"""Serves KEY_SHARED streams: their consumers, rounds that share rows out, and what goes out to each dispatcher.
 
-Owns: consumers coming and going, when a round is made and how much is done in one, plans, and what of it is counted.
-Does not own: who receives what (`daemon.core.key_shared`), streams and what is on its way out on them
-(`key_shared_stream`, `key_shared_outbox`), opening (`stream_opening`), and what an acknowledgement does.
+Changes for which rows may wait request a round: rows came due, were acknowledged or redelivered, permits were granted,
+a consumer came or left, an outbox has room. All requests in one turn of the loop get one round.
+`daemon.core.key_shared` decides who receives what.
 
-Whoever changes something for which rows wait asks for a round: rows came due, were acknowledged or came back, permits
-were granted, a consumer came or went, an outbox has room. However many ask in one turn of the loop, there is one round.
-
-What is on its way out on one KEY_SHARED stream: messages, plans, and what was taken back, in one order; and marks,
-which tell that what stands before them is out.
-
-Owns: that order, joining messages that follow each other, and when there is too much.
-Does not own: what is handed out to whom (`sharing_rounds`), waiting for it and what consumers are called
-(`key_shared_stream`), and the wire.
-
-One dispatcher's KEY_SHARED stream: its consumers, and what goes out to them.
-
-Owns: which dispatcher number each of its consumers has, and taking out what goes out in its order.
-Does not own: sharing (`daemon.core.key_shared`), when it is done (`sharing_rounds`), the order of what goes out
-(`key_shared_outbox`), what streams of every type do (`open_stream`), and the wire.
+An outbox keeps one order for messages, answers to plans, rows that were taken back, and marks, which end when
+everything before them is out. It joins messages that follow each other, and says when it is full.
 """
 
 from __future__ import annotations
@@ -44,14 +31,15 @@ from daemon.topic.leases import Leases
 from daemon.topic.open_streams import MESSAGES_ROWS_MAX, OpenStream, SubscriptionPort
 from storage_backends.formats.row_columns import U32, U64, Rows
 
-# With as many rows the stream is full until they were taken; nor are more of them one message.
+# Rows with which a stream is full until some are taken, and the most rows of one message
 ROWS_MAX = 10_000
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Sent:
-    """Rows that were sent to consumers, or taken back from them: `numbers`, u32[n] of each part, the dispatcher numbers
-    of these.
+    """Rows that were sent to consumers, or taken back from them.
+
+    `numbers` are the dispatcher numbers of the consumers, u32[n] for each part of the rows.
     """
 
     taken_back: bool
@@ -74,13 +62,13 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Mark:
-    """A place in the order. `passed` ends when all that stands before it is out."""
+    """A position in the order. `passed` ends when everything before it is out."""
 
     passed: asyncio.Future[None]
 
 
 class KeySharedOutbox:
-    """What is on its way out on one KEY_SHARED stream, in order. `rows`: of messages that were not taken out."""
+    """The outgoing items of one KEY_SHARED stream, in order. `rows` counts those in messages that were not taken."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -95,12 +83,12 @@ class KeySharedOutbox:
         return self.rows >= ROWS_MAX
 
     def send(self, rows: KeyedRows, numbers: U32) -> None:
-        """Rows are at consumers from now on."""
+        """Add rows that consumers have from now on."""
         self.rows += len(rows)
         self._add(rows, numbers, taken_back=False)
 
     def take_back(self, rows: KeyedRows, numbers: U32) -> None:
-        """Rows are at consumers no longer."""
+        """Add rows that consumers no longer have."""
         self._add(rows, numbers, taken_back=True)
 
     def _add(self, rows: KeyedRows, numbers: U32, *, taken_back: bool) -> None:
@@ -113,7 +101,7 @@ class KeySharedOutbox:
             self._items.append(Sent(taken_back, [rows], [numbers], len(rows)))
 
     def plan(self, request_id: int, numbers: U32) -> asyncio.Future[None]:
-        """The answer to a plan; the future ends when it is out."""
+        """Add the answer to a plan; the future ends when it is out."""
         sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._ended is not None:
             sent.set_exception(self._ended)
@@ -122,7 +110,7 @@ class KeySharedOutbox:
         return sent
 
     def mark(self) -> asyncio.Future[None]:
-        """Ends when everything that is in it now is out."""
+        """Return a future that ends when everything in the outbox now is out."""
         passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._ended is not None:
             passed.set_result(None)
@@ -131,13 +119,13 @@ class KeySharedOutbox:
         return passed
 
     def pass_marks(self) -> None:
-        """What was taken out is out: marks that come first now are passed."""
+        """End the marks that come first now, since what was taken is out."""
         while self._items and isinstance(mark := self._items[0], Mark):
             self._items.popleft()
             _end(mark.passed)
 
     def take(self) -> Sent | Plan:
-        """Takes out what comes first; no mark does."""
+        """Take the first item, which is not a mark."""
         item = self._items.popleft()
         if isinstance(item, Plan):
             self._items.appendleft(Mark(item.sent))
@@ -148,7 +136,7 @@ class KeySharedOutbox:
         return item
 
     def end(self, error: Exception) -> None:
-        """Nothing more is taken out: who waits for a plan gets the error."""
+        """Drop all items; callers that wait for a plan get the error."""
         self._ended = error
         for item in self._items:
             if isinstance(item, Plan):
@@ -160,7 +148,7 @@ class KeySharedOutbox:
 
 
 def _end(waited_for: asyncio.Future[None], error: Exception | None = None) -> None:
-    """Who waited may have gone away."""
+    """End a future; its caller may no longer be waiting."""
     if waited_for.done():
         return
     if error is None:
@@ -173,18 +161,19 @@ Outgoing: TypeAlias = HandedOut | Planned | TakenBack
 
 
 class KeySharedStream(OpenStream):
-    """A stream that hands a KEY_SHARED subscription's rows to consumers. What they hold is READY again when it is
-    closed.
+    """A stream that delivers a KEY_SHARED subscription's rows to consumers.
+
+    The rows that they hold are READY again when it is closed.
     """
 
     def __init__(self, subscription: SubscriptionPort, sharing: SharingRounds) -> None:
         super().__init__(subscription)
         self._sharing = sharing
         self.outbox = KeySharedOutbox()
-        # Of each consumer its dispatcher number, and back.
+        # Consumer id -> dispatcher number, and back
         self._numbers: dict[int, int] = {}
         self._consumer_ids: dict[int, int] = {}
-        # The same in columns, by ascending number.
+        # Columns of the numbers and the ids, by ascending number
         self._columns: tuple[U32, U32] | None = None
         # Plans and marks are decided in the order in which they were asked for.
         self._in_order = asyncio.Lock()
@@ -196,18 +185,18 @@ class KeySharedStream(OpenStream):
     # ---- consumers
 
     def joined(self, consumers: Sequence[Consumer], numbers: Sequence[int]) -> None:
-        """Consumers joined under these numbers."""
+        """Record that consumers joined under these numbers."""
         for consumer, number in zip(consumers, numbers, strict=True):
             self._numbers[consumer.consumer_id] = number
             self._consumer_ids[number] = consumer.consumer_id
         self._columns = None
 
     def has(self, consumer_id: int) -> bool:
-        """Whether such a consumer is there."""
+        """Return whether the stream has a consumer with this id."""
         return consumer_id in self._numbers
 
     def numbers_of(self, consumer_ids: U32) -> U32:
-        """The dispatcher numbers of consumers, 0 of those that are not there."""
+        """Return the dispatcher numbers of consumers, 0 for those that do not exist."""
         distinct, inverse = np.unique(consumer_ids, return_inverse=True)
         return np.array([self._numbers.get(each, 0) for each in distinct.tolist()], np.uint32)[inverse]
 
@@ -215,13 +204,14 @@ class KeySharedStream(OpenStream):
         return self._consumer_ids[number]
 
     def add_consumer(self, consumer: Consumer) -> None:
-        """A consumer joins. Raises InvalidArgument, QuotaExceeded."""
+        """Add a consumer. Raises InvalidArgument, QuotaExceeded."""
         self._check_open()
         self._sharing.join(self, [consumer])
 
     def remove_consumer(self, consumer_id: int) -> Awaitable[None]:
-        """A consumer leaves: what it holds is READY. To be awaited: nothing goes out to it any more. Raises
-        InvalidArgument.
+        """Remove a consumer; the rows that it holds are READY. Raises InvalidArgument.
+
+        Await the result: then nothing more goes out to it.
         """
         self._check_open()
         number = self._numbers.pop(consumer_id, None)
@@ -233,7 +223,7 @@ class KeySharedStream(OpenStream):
         return self.flushed()
 
     def grant(self, permits: int, consumer_id: int) -> None:
-        """Grants permits: that many more rows may be sent to a consumer; nothing when it is not there any more."""
+        """Add permits, so that more rows may be sent to a consumer. Does nothing if it has left."""
         number = self._numbers.get(consumer_id)
         if number is not None and self._ended is None:
             self._sharing.grant(self, number, permits)
@@ -241,22 +231,22 @@ class KeySharedStream(OpenStream):
     # ---- messages that are not delayed
 
     async def plan(self, request_id: int, ledger_id: U64, entry_id: U64, key_hash: U32 | None) -> None:
-        """Asks who receives positions, in the order of the log; `Planned` says it. Returns when that is out.
+        """Request who receives positions, in log order; `Planned` answers. Returns when that is out.
 
-        Raises InvalidArgument, QuotaExceeded, and Unavailable when nothing may be handed out now.
+        Raises InvalidArgument, QuotaExceeded, and Unavailable if nothing may be delivered now.
         """
         self._check_open()
         positions = Rows(np.zeros(len(entry_id), np.uint64), ledger_id, entry_id, key_hash)
         self._sharing.check_plan(positions)
         async with self._in_order:
-            # A former owner may still hand out by key.
+            # A former owner may still deliver by key.
             await self._topic.alone()
             await self._passed()
             sent = self._sharing.plan(self, request_id, positions)
         await sent
 
     async def mark_delete(self, ledger_id: int, entry_id: int) -> None:
-        """Everything that was planned up to this position is acknowledged."""
+        """Record that everything planned up to this position is acknowledged."""
         self._check_open()
         async with self._in_order:
             await self._passed()
@@ -270,11 +260,11 @@ class KeySharedStream(OpenStream):
     # ---- going out
 
     async def next(self) -> Outgoing:
-        """Waits for what goes out next. Raises as `DispatchStream.next_messages`."""
+        """Wait for the next outgoing item. Raises as `DispatchStream.next_messages`."""
         while True:
             self._check_open()
             self.outbox.pass_marks()
-            # What a successor may have handed out since waits here.
+            # Rows that a successor may have delivered since wait here.
             if self.outbox and self._topic.may_send and self.outlet.takes(self):
                 outgoing = self._take()
                 if outgoing is not None:
@@ -283,7 +273,7 @@ class KeySharedStream(OpenStream):
                 await self._change()
 
     def _take(self) -> Outgoing | None:
-        """What goes out next; None when all of it was for consumers that left."""
+        """Return the next outgoing item, or None if all of it was for consumers that left."""
         was_full = self.outbox.is_full
         item = self.outbox.take()
         if was_full and not self.outbox.is_full:
@@ -301,7 +291,7 @@ class KeySharedStream(OpenStream):
         return TakenBack(handed_out) if item.taken_back else handed_out
 
     def _consumer_ids_of(self, numbers: U32) -> U32:
-        """What consumers are called, 0 where one has left since."""
+        """Return the ids of consumers, 0 for those that have left."""
         if self._columns is None:
             by_number = sorted(self._consumer_ids.items())
             columns = np.array(by_number, np.uint32).reshape(len(by_number), 2)
@@ -314,9 +304,7 @@ class KeySharedStream(OpenStream):
         return np.where(known[places] == numbers, consumer_ids[places], np.uint32(0))
 
     def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> Awaitable[NackOutcome]:
-        """Acknowledges negatively; what is taken back by it has gone out when what this returns ends, if anybody waits
-        for it.
-        """
+        """Negatively acknowledge positions; with `awaited`, the result ends once the rows taken back are out, too."""
         outcome = super().negative_acknowledge(nack, awaited=awaited)
         return self._once_out(outcome) if awaited else outcome
 
@@ -326,14 +314,14 @@ class KeySharedStream(OpenStream):
         return decided
 
     async def flushed(self) -> None:
-        """Returns when what is on its way out now is out."""
+        """Wait until everything in the outbox now is out."""
         if self._ended is None:
             passed = self._sharing.mark(self)
             self.notify()
             await passed
 
     def sends_no_more(self) -> None:
-        """Nobody takes out what goes out: who waits for the answer to a plan is told."""
+        """End the outbox, since the caller takes nothing more; those that wait for plans get an error."""
         if self._ended is None:
             self._sharing.set_full(self, is_full=True)
         self.outbox.end(Unavailable("the caller has sent its last request: nothing is sent any more"))
@@ -345,25 +333,28 @@ class KeySharedStream(OpenStream):
 
 NAME_MAX_BYTES = 255
 ADDRESS_MAX_BYTES = 255
-# A plan is made in one go, so that nothing stands between its positions.
+# A plan is made in one turn, so that nothing comes between its positions.
 PLAN_ROWS_MAX = MESSAGES_ROWS_MAX
 CONSUMERS_RETRY_MS = 5_000
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Shared:
-    """From the first KEY_SHARED stream to the last. `consumers`: by their numbers, on which stream each is."""
+    """The state from the first KEY_SHARED stream to the last.
+
+    `consumers` maps their numbers to their streams.
+    """
 
     key_shared: KeyShared
     streams: dict[int, KeySharedStream] = dataclasses.field(default_factory=dict)
     consumers: dict[int, KeySharedStream] = dataclasses.field(default_factory=dict)
     round: asyncio.Handle | None = None
-    # Of the blocked attempts so many are counted.
+    # Blocked attempts that the metrics have counted
     blocked_counted: int = 0
 
 
 class SharingRounds:
-    """The sharing of one subscription by key: consumers come and go, and in rounds what may be sent is shared out."""
+    """The sharing of one subscription by key: consumers, and the rounds in which rows are shared out."""
 
     def __init__(self, subscription: SubscriptionPort, leases: Leases, environment: Environment) -> None:
         self._subscription = subscription
@@ -379,13 +370,13 @@ class SharingRounds:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a KEY_SHARED stream."""
+        """True if there is a KEY_SHARED stream."""
         return self._shared is not None
 
     def open(self, stream: KeySharedStream) -> None:
-        """A stream listens. The first one begins the sharing."""
+        """Add a stream. The first one begins the sharing."""
         core, state = self._topic.core, self._state
-        # Nobody but KEY_SHARED streams listens now.
+        # Only KEY_SHARED streams listen now.
         self._leases.stop_listening()
         frozen = (
             core.key_sharing.begin(state, elapsed_ms=self._environment.elapsed_ms())
@@ -405,7 +396,7 @@ class SharingRounds:
             reading.add_done_callback(self._reading.discard)
 
     async def _read_nacked(self, shared: _Shared, frozen: FrozenNacks) -> None:
-        """What was NACKED before is read in a thread, and learnt by portions; nothing is handed out until then."""
+        """Read in a thread the rows NACKED before, and learn them in portions. Nothing is delivered until then."""
         try:
             rows, _ = await self._environment.run(frozen.rows)
             await self._learn_nacked(shared, rows)
@@ -425,7 +416,7 @@ class SharingRounds:
             await pace.give_way()
 
     def closed(self, stream: OpenStream) -> None:
-        """A stream listens no more, and its consumers are no more."""
+        """Remove a closed stream and its consumers."""
         shared = self._shared
         if shared is None or shared.streams.pop(stream.dispatcher, None) is None:
             return
@@ -442,17 +433,17 @@ class SharingRounds:
         return self._shared
 
     def has(self, number: int) -> bool:
-        """Whether a consumer has the dispatcher number."""
+        """Return whether a consumer has the dispatcher number."""
         return self._shared is not None and number in self._shared.consumers
 
     def consumer_id_of(self, number: int) -> int:
-        """How the dispatcher of a consumer calls it."""
+        """Return the id that its dispatcher gave to a consumer."""
         return self._open().consumers[number].consumer_id_of(number)
 
     # ---- consumers
 
     def check_consumers(self, consumers: Sequence[Consumer]) -> None:
-        """Raises InvalidArgument for what is wrong with them by themselves, QuotaExceeded when they are too many."""
+        """Raise InvalidArgument if consumers are invalid by themselves, QuotaExceeded if there are too many."""
         known: set[int] = set()
         for consumer in consumers:
             consumer_id = consumer.consumer_id
@@ -478,7 +469,7 @@ class SharingRounds:
             )
 
     def join(self, stream: KeySharedStream, consumers: Sequence[Consumer]) -> None:
-        """Consumers of a stream join, all or none. Raises InvalidArgument, QuotaExceeded."""
+        """Add consumers to a stream, all or none. Raises InvalidArgument, QuotaExceeded."""
         if not consumers:
             return
         shared = self._open()
@@ -498,7 +489,7 @@ class SharingRounds:
         self._ask(shared)
 
     def leave(self, stream: KeySharedStream, number: int) -> None:
-        """A consumer of a stream leaves: what it holds is READY."""
+        """Remove a consumer from a stream; the rows that it holds are READY."""
         shared = self._open()
         del shared.consumers[number]
         shared.key_shared.leave([number])
@@ -511,7 +502,7 @@ class SharingRounds:
         self._ask(shared)
 
     def set_full(self, stream: KeySharedStream, *, is_full: bool) -> None:
-        """Whether nothing more is to be sent on a stream for now."""
+        """Set whether the stream accepts nothing more for now."""
         shared = self._open()
         shared.key_shared.set_full(stream.dispatcher, is_full)
         self._ask(shared)
@@ -519,13 +510,13 @@ class SharingRounds:
     # ---- messages that are not delayed
 
     def check_plan(self, positions: Rows) -> None:
-        """Checks how many positions a plan names. Raises InvalidArgument."""
+        """Check how many positions a plan names. Raises InvalidArgument."""
         limits.check_rows("entry_id", len(positions), min(PLAN_ROWS_MAX, self._environment.request_limits.rows_max))
 
     def plan(self, stream: KeySharedStream, request_id: int, positions: Rows) -> asyncio.Future[None]:
-        """Who receives positions, in their order. The future ends when the answer is out.
+        """Plan who receives positions, in their order. The future ends when the answer is out.
 
-        Raises InvalidArgument, QuotaExceeded, and Unavailable when nothing may be handed out now.
+        Raises InvalidArgument, QuotaExceeded, and Unavailable if nothing may be delivered now.
         """
         topic, state = self._topic, self._state
         if not self._subscription.may_hand_out:
@@ -541,17 +532,17 @@ class SharingRounds:
         self._environment.metrics.planned(topic.core.name, sent=sent_rows, held=len(numbers) - sent_rows)
         self._count_blocked(shared)
         self._subscription.nacks.watch(state)
-        # Others may have a consumer for what this stream has none for.
+        # Other streams may have a consumer for rows that no consumer of this stream takes.
         self._ask(shared)
         return sent
 
     def mark(self, stream: KeySharedStream) -> asyncio.Future[None]:
-        """Ends when what was decided to go out on the stream is out."""
+        """Return a future that ends when everything decided to go out on the stream is out."""
         self._take_back(self._open())
         return stream.outbox.mark()
 
     def mark_delete(self, stream: KeySharedStream, ledger_id: int, entry_id: int) -> None:
-        """Everything that was planned up to this position is acknowledged."""
+        """Record that everything planned up to this position is acknowledged."""
         shared = self._open()
         shared.key_shared.plans.mark_delete(ledger_id, entry_id)
         self._ask(shared)
@@ -559,7 +550,7 @@ class SharingRounds:
     # ---- rounds
 
     def notify(self) -> None:
-        """Something changed for which rows may wait."""
+        """Request a round, since something changed for which rows may wait."""
         if self._shared is not None:
             self._ask(self._shared)
 
@@ -568,7 +559,7 @@ class SharingRounds:
             shared.round = asyncio.get_running_loop().call_soon(self._round, shared, None)
 
     def _round(self, shared: _Shared, gave_way_s: float | None) -> None:
-        """One portion; what is left is handed out when the others have had their turn."""
+        """Share out one portion; the rest follows after others have had their turn."""
         shared.round = None
         if gave_way_s is not None:
             self._topic.pace.noted(asyncio.get_running_loop().time() - gave_way_s)
@@ -581,8 +572,9 @@ class SharingRounds:
             self._fail(shared, error)
 
     def _fail(self, shared: _Shared, error: Exception) -> None:
-        """What is shared by key cannot be relied on any more: its streams end with the error, or, where that was not
-        foreseen, with their topic.
+        """End the streams with the error, since the sharing can no longer be relied on.
+
+        An unforeseen error ends the topic instead.
         """
         if not isinstance(error, TarryError) or isinstance(error, InvariantViolated):
             self._topic.failed(error)
@@ -594,8 +586,9 @@ class SharingRounds:
             self._subscription.close_stream(stream)
 
     def take_back(self) -> None:
-        """Rows may have come to be NACKED: what is behind them of their hashes is at nobody from now on. To be called
-        before anybody else can name it.
+        """Take back what consumers have behind a nacked row of its key.
+
+        Call it whenever rows may be NACKED, before another request can name the rows behind.
         """
         if self._shared is not None:
             self._take_back(self._shared)
@@ -611,7 +604,7 @@ class SharingRounds:
             self._environment.metrics.taken_back(self._topic.core.name, rows=rows)
 
     def _hand_out(self, shared: _Shared) -> bool:
-        """Shares out a portion; whether there may be more."""
+        """Share out a portion; return whether there may be more."""
         topic, key_shared = self._topic, shared.key_shared
         if not self._subscription.may_hand_out:
             return False
@@ -637,7 +630,7 @@ class SharingRounds:
             shared.blocked_counted = attempts
 
     def look_after(self) -> None:
-        """Once a second: what depends on time alone."""
+        """Do what depends on time alone. Called once a second."""
         if self._shared is not None:
             self._shared.key_shared.look_after(elapsed_ms=self._environment.elapsed_ms())
             for stream in self._shared.streams.values():

@@ -1,11 +1,11 @@
-"""Leases: due rows that were handed out without a stream, until they are acknowledged or their time is over.
+"""Leases due rows without a stream, until they are acknowledged or their time is over.
 
-Owns: the ends of the leases of one subscription and their one timer, pullers that wait, and how long READY is kept for
-them.
-Does not own: which rows (`daemon.core.decisions.subscription_state`), whose turn it is (`waiting_line`), and the wire.
+This keeps the ends of one subscription's leases with one timer, the pullers that wait, and the dispatcher for which
+READY is kept. `daemon.core.decisions.subscription_state` decides which rows, the line in `open_streams` whose turn it
+is.
 
-A lease is a dispatcher number under which its rows are IN_FLIGHT. It is memory only: after a crash its rows are due
-again. Ends count on the monotonic clock.
+A lease is a dispatcher number under which its rows are IN_FLIGHT. It is in memory only: after a crash its rows are due
+again. Ends are times of the monotonic clock.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from daemon.topic.topic_settings import LEASE_MAX_MS
 GET_ROWS_MAX = 10_000
 WAIT_MAX_MS = 60_000
 LEASES_RETRY_MS = 5_000
-# A puller that does not wait still waits for its turn, and for what is due to come into memory.
+# Times that a puller without a wait still waits for its turn, and for due rows to be loaded (seconds)
 TURN_S = 0.05
 SETTLE_S = 2.0
-# So long after the last pull a subscription is listened to: the next one finds READY as it was.
+# Time that READY is kept after the last pull, so that the next one finds it filled (seconds)
 LISTEN_S = 30.0
-# Leases that hold nothing any more are looked for this often.
+# Time between two removals of leases that no longer hold rows (seconds)
 SWEEP_S = 10.0
-# The two clocks may disagree by a rounding.
+# Least time of a timer, since the two clocks may differ by rounding (seconds)
 TIMER_LEAST_S = 0.001
 
 
 class _Puller:
-    """Somebody who waits in a subscription's line."""
+    """A request for leased rows that waits in a subscription's line."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
@@ -67,16 +67,16 @@ class Leases:
         self._pulled_at_s = self._swept_at_s = 0.0
         self._ends_s: dict[int, float] = {}
         self._pullers: set[_Puller] = set()
-        # (end, lease); those of leases that are no more are left out when they come up.
+        # (end, lease); entries of leases that no longer exist are skipped.
         self._ends: list[tuple[float, int]] = []
         self._timer: asyncio.TimerHandle | None = None
 
     # ---- calls
 
     async def get(self, *, max_rows: int, lease_ms: int, wait_ms: int) -> KeyedRows:
-        """At most `max_rows` due rows, leased from now on; waits for the first one. Empty when none came in time.
+        """Lease at most `max_rows` due rows, waiting for the first one; return none if none came in time.
 
-        Raises QuotaExceeded, Conflict, and what ended the subscription or the topic meanwhile.
+        Raises QuotaExceeded, Conflict, and the error that ended the subscription or the topic meanwhile.
         """
         subscription = self._subscription
         subscription.check_mode(key_shared=False)
@@ -109,7 +109,7 @@ class Leases:
             self._pulled_at_s = self._environment.clock.elapsed_s()
 
     async def _settle(self) -> None:
-        """What is due is on its way into memory: an answer that nothing is due waits for it, but not for long."""
+        """Wait, but not for long, for due rows that are being loaded, before the answer that nothing is due."""
         try:
             async with asyncio.timeout(SETTLE_S):
                 await self._subscription.settle_ready()
@@ -117,7 +117,7 @@ class Leases:
             return
 
     async def extend(self, claims: HeldPositions, *, lease_ms: int) -> Ignored:
-        """Moves the end of leases; the positions that were not leased with that time."""
+        """Move the end of leases; return the positions that were not leased with that time."""
         acks = self._subscription.acks
         acks.check(claims)
         await acks.decidable(self._state, claims)
@@ -126,7 +126,10 @@ class Leases:
         return ignored
 
     def _moved(self, claims: HeldPositions, *, lease_ms: int) -> Ignored:
-        """Leased positions are leased for `lease_ms` from now on, 0 makes them READY; those that were not leased."""
+        """Lease positions for `lease_ms` from now on; 0 makes them READY.
+
+        Returns the positions that were not leased.
+        """
         if not self._ends_s:
             return Ignored.all_of(claims, IgnoredReason.NOT_HELD)
         if lease_ms:
@@ -141,16 +144,16 @@ class Leases:
         return Ignored.all_of(left, IgnoredReason.NOT_HELD)
 
     def has(self, number: int) -> bool:
-        """Whether a lease, or what listens for pullers, has the number."""
+        """Return whether a lease, or the listener for pullers, has the number."""
         return number == self._listener or number in self._ends_s
 
     @property
     def are_under_way(self) -> bool:
-        """Whether positions are leased, or somebody waits to lease some. O(leases)."""
+        """True if positions are leased or a puller waits. O(leases)."""
         return bool(self._pullers) or any(map(self._state.held_rows, self._ends_s))
 
     def stop_listening(self) -> None:
-        """READY is not kept for pullers any longer. Call while nothing is leased or waited for."""
+        """Stop keeping READY for pullers. Call it while nothing is leased or waited for."""
         if self._listener is not None:
             self._state.close(self._listener)
             self._forget()
@@ -178,14 +181,14 @@ class Leases:
         self._arm()
 
     def _return(self, lease: int) -> int:
-        """What the lease holds is READY again; how many rows."""
+        """Make the rows of a lease READY again; return how many."""
         rows = self._state.return_held(lease)
         if rows:
             self._subscription.notify()
         return rows
 
     def _sweep(self) -> None:
-        """Forgets leases whose rows were all acknowledged, or moved to another one."""
+        """Forget leases whose rows were all acknowledged or moved to another one."""
         self._swept_at_s = self._environment.clock.elapsed_s()
         self._ends_s = {lease: end_s for lease, end_s in self._ends_s.items() if self._state.held_rows(lease)}
         if len(self._ends) > 2 * len(self._ends_s) + 100:
@@ -195,7 +198,7 @@ class Leases:
     # ---- time
 
     def look_after(self) -> None:
-        """Ends what is over. The timer does; after a suspend it is late, and somebody else must."""
+        """End what is over. The timer does this; after a suspend it is late, so it is called once a second, too."""
         if self._listener is None:
             return
         now_s = self._environment.clock.elapsed_s()
@@ -210,7 +213,7 @@ class Leases:
         self._arm()
 
     def _arm(self) -> None:
-        """One timer, for the end that comes first."""
+        """Set the one timer to the first end."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -223,7 +226,7 @@ class Leases:
             self.look_after()
 
     def end(self, error: Exception) -> None:
-        """The leases are no more; pullers get the error."""
+        """End all leases; pullers get the error."""
         pullers, self._pullers = self._pullers, set()
         for puller in pullers:
             puller.end(error)
@@ -232,14 +235,14 @@ class Leases:
 
 
 def check_get(*, max_rows: int, lease_ms: int, wait_ms: int) -> None:
-    """Checks the limits of a request for leased rows. Raises InvalidArgument."""
+    """Check the limits of a request for leased rows. Raises InvalidArgument."""
     _check_range("max_rows", max_rows, 1, GET_ROWS_MAX)
     check_lease(lease_ms)
     _check_range("wait_ms", wait_ms, 0, WAIT_MAX_MS)
 
 
 def check_lease(lease_ms: int) -> None:
-    """Checks how long a lease may be, in ms. Raises InvalidArgument."""
+    """Check how long a lease may be (ms). Raises InvalidArgument."""
     _check_range("lease_ms", lease_ms, 0, LEASE_MAX_MS)
 
 

@@ -1,26 +1,16 @@
-"""Merging the sealed buckets of one topic: above `max_num_buckets` of an index, or on request.
+"""Merges the sealed buckets of a topic, and replaces served buckets by merged ones.
 
-Owns: when a merge is made and how it gives way, trying again, and what becomes of a damaged source.
-Does not own: which buckets are merged (`daemon.core.index.merging`), what is read and written
-(`storage_backends.bucket_merging`), and serving what was merged (`adoption`).
+`BucketMerging` merges above `max_num_buckets` of an index, or on request. A merge is made from the manifest alone, by a
+thread of low priority, one at a time in the daemon; rows are served from the sources meanwhile. Only its commit
+announces it: this owner learns of its own merges as it does of those of others. A merge that is given up half-way
+leaves an object that no manifest names. `daemon.core.index.merging` chooses the buckets,
+`storage_backends.bucket_merging` reads and writes them.
 
-A merge is made from the manifest alone, by a thread of low priority, one at a time in the daemon; rows are served from
-the sources meanwhile. It is made known by its commit and no other way: this owner learns of its own merges as it does
-of those of others. What is given up half-way leaves an object that no manifest names.
-
-Taking merged buckets over: what a manifest has in place of buckets that this owner serves is served from then on.
-
-Owns: which buckets of a manifest are new to the owner, reading of them what must be in memory first, and the one turn
-of the loop in which a merged bucket takes the place of its sources.
-Does not own: what it inherits (`daemon.core.index.merging`), when a manifest is looked at (`bucket_life`), and merging
-(`topic_merging`).
-
-Until that turn rows are served from the sources, whose objects are kept for a while after they left the manifest. In
-it the segment in which the head will stand is at hand, and every row before that waits: nothing is late, lost or passed
-twice, and whoever reads a backlog again goes on in the merged bucket.
-
-Seals wait meanwhile. So it waits for nothing that may never come: the segment of a source that is missing already, or
-the end of what is due where that is too much.
+`Adoption` replaces the sources by a merged bucket in one turn of the loop. Until then the sources serve the rows; their
+objects are kept for a while after they left the manifest. In that turn the segment in which the head will stand is in
+memory, and every row before it waits: nothing is late, lost or passed twice, and a reader of a backlog goes on in the
+merged bucket. Seals wait meanwhile. For that reason it waits for nothing that may never come: neither for the segment
+of a source that is missing already, nor for the end of the due rows if there are too many.
 """
 
 from __future__ import annotations
@@ -58,18 +48,18 @@ from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)
 
-# Rows that should have been passed so long ago, or a seal, come before a merge.
+# Rows that are overdue by this time (ms), or a seal, come before a merge.
 BEHIND_MS = 100
 YIELD_S = 0.1
-# A merge that has given way for so long is given up: others of the daemon may go on.
+# A merge that has given way for this time is given up, so that others of the daemon may go on (seconds).
 YIELD_MAX_S = 30.0
-# A caller waits so long for the merges that it asked for.
+# Time that a caller waits for the merges that it asked for (seconds)
 MERGE_ANSWER_S = 60.0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Asked:
-    """A call that waits until no index has more buckets, or no run is left that may be merged."""
+    """A call that waits until no index has more than `buckets_max` buckets, or no run is left that may be merged."""
 
     buckets_max: int
     answer: asyncio.Future[Merged]
@@ -80,9 +70,9 @@ class _Asked:
 class BucketMerging:
     """The merges of one topic.
 
-    `settings`: what is in force for it now. `learn` returns when what the manifest has in place of merged buckets is
-    served; `is_live` tells whether the newest manifest names a bucket that is missing; `damaged` hears of a bucket
-    whose object is damaged, and what was found; `failed` of an error that ends the topic, or the shard.
+    `settings` returns the current settings. `learn` returns when the merged buckets of the manifest are served.
+    `is_live` returns whether the newest manifest names a missing bucket. `damaged` is called with a bucket whose object
+    is damaged, and its damage; `failed` with an error that ends the topic or the shard.
     """
 
     def __init__(
@@ -106,7 +96,7 @@ class BucketMerging:
         self._damaged = damaged
         self._failed = failed
         self._asked: list[_Asked] = []
-        # Buckets that cannot be merged, though each of them can be read.
+        # Buckets that cannot be merged although each of them can be read
         self._unmergeable: set[str] = set()
         self._work: asyncio.Task[None] | None = None
         self._halted = False
@@ -116,15 +106,15 @@ class BucketMerging:
     # ---- asking
 
     def consider(self) -> None:
-        """Buckets have changed, or time has passed: merges where an index has more than it may have."""
+        """Begin to merge if an index has too many buckets. Called after buckets changed or time passed."""
         if not self._halted and (self._work is None or self._work.done()) and self._is_wanted():
             self._work = asyncio.ensure_future(self._run())
             self._work.add_done_callback(self._ended)
 
     async def merge(self, buckets_max: int) -> Merged:
-        """Merges until no index has more than `buckets_max` buckets, or no run of any may be merged.
+        """Merge until no index has more than `buckets_max` buckets, or no run of any may be merged.
 
-        Raises OutcomeUnknown when that takes too long: it goes on.
+        Raises OutcomeUnknown if that takes too long: it goes on.
         """
         if self._closed:
             raise self._served_no_longer()
@@ -140,8 +130,9 @@ class BucketMerging:
             ) from None
 
     async def halt(self) -> None:
-        """No merge begins any more until `go_on`, and the one that is under way is given up. Whether its commit lands
-        the manifest tells.
+        """Begin no merge until `go_on`, and give up the one in flight.
+
+        The manifest shows whether its commit lands.
         """
         self._halted = True
         if self._work is not None and not self._work.done():
@@ -153,14 +144,14 @@ class BucketMerging:
         self.consider()
 
     def close(self) -> None:
-        """For good: as `halt`, and those who wait are told."""
+        """Halt for good; waiting callers get an error."""
         self._halted = self._closed = True
         if self._work is not None:
             self._work.cancel()
         for asked in self._asked:
             if not asked.answer.done():
                 asked.answer.set_exception(self._served_no_longer())
-                # Nobody may be waiting.
+                # No caller may be waiting.
                 asked.answer.exception()
         self._asked.clear()
 
@@ -171,19 +162,19 @@ class BucketMerging:
 
     @property
     def _buckets_max(self) -> int | None:
-        """The fewest that anybody wants; None when nobody wants fewer than there are."""
+        """The fewest buckets that the settings or a call want; None if there is no limit."""
         wanted = (self._settings().max_num_buckets, *(asked.buckets_max for asked in self._asked))
         return min((buckets for buckets in wanted if buckets > 0), default=None)
 
     def _is_wanted(self) -> bool:
-        """Whether it is worth looking; O(1) of buckets."""
+        """Return whether a merge may be needed. O(1) of buckets."""
         buckets_max = self._buckets_max
         return bool(self._asked) or (
             buckets_max is not None and any(len(index.sealed) > buckets_max for index in self._topic.indexes.values())
         )
 
     def _next_run(self, buckets_max: int | None) -> list[MergeCandidate]:
-        """The buckets to merge next: those of the first index that has any, in order; empty when none has."""
+        """Return the buckets to merge next, in order: those of the first index that has any."""
         settings = self._settings()
         for index in self._topic.indexes.values():
             if buckets_max is not None and len(index.sealed) > buckets_max:
@@ -198,7 +189,7 @@ class BucketMerging:
         return []
 
     def _candidates(self, index: Index) -> list[MergeCandidate]:
-        """The buckets of the manifest: what is not served from it yet cannot be merged."""
+        """Return the buckets of the manifest; those that are not served from it yet cannot be merged."""
         soon_ms = self._environment.clock.now_ms() + self._environment.config.delivery.lookahead_ms
         mergeable = {bucket.name: bucket for bucket in index.readable if bucket.name not in self._unmergeable}
         found = []
@@ -239,11 +230,11 @@ class BucketMerging:
         if not work.cancelled() and (error := work.exception()) is not None:
             self._failed(error)
         elif self._asked:
-            # They came when it was ending.
+            # These calls came while it was ending.
             self.consider()
 
     async def _merge_next(self) -> MergeOutcome | None:
-        """Makes one merge, or tries to; None when there is none to make. One at a time in the daemon."""
+        """Try one merge, one at a time in the daemon; return None if there is none to make."""
         environment = self._environment
         if not await self._is_calm():
             return "given_up"
@@ -265,7 +256,7 @@ class BucketMerging:
             return outcome
 
     def _answer(self) -> None:
-        """Those who have what they asked for, or all that there is."""
+        """Answer calls that have what they asked for, or all that is possible."""
         for asked in list(self._asked):
             if not self._next_run(asked.buckets_max if asked.buckets_max > 0 else None):
                 self._asked.remove(asked)
@@ -274,7 +265,7 @@ class BucketMerging:
                     asked.answer.set_result(Merged(asked.merges, asked.merged_buckets, buckets))
 
     async def _is_calm(self) -> bool:
-        """Waits until no seal waits and no row that is due; whether it came to that."""
+        """Wait until no seal and no due row waits; return whether that happened in time."""
         clock = self._environment.clock
         until_s = clock.elapsed_s() + YIELD_MAX_S
         while self._is_behind():
@@ -294,7 +285,7 @@ class BucketMerging:
         try:
             return await self._made(self._plan(run))
         except (format_errors.FormatError, merge.NotConserved) as error:
-            # Each of them is whole, and together they are not what the manifest says: no merge may hide that.
+            # Each of them is undamaged, but together they contradict the manifest: no merge may hide that.
             log.error("topic %s: buckets are not merged: %s", self._topic.name, error)
             self._unmergeable.update(run)
         except (StoreError, Corruption) as error:
@@ -302,14 +293,14 @@ class BucketMerging:
         return "failed"
 
     def _plan(self, run: Sequence[str]) -> MergePlan:
-        """From the newest manifest that is known: every bucket of the run is live there."""
+        """Plan a merge from the newest known manifest, in which every bucket of the run is live."""
         tip, shard = self._manifests.manifest, self._manifests.shard
         live = {bucket.object.name: bucket for bucket in tip.live}
         key = names.bucket_key(shard, tip.topic_id, tip.head.number, self._environment.new_id())
         return MergePlan(tip, tuple(live[name] for name in run), key)
 
     async def _made(self, plan: MergePlan) -> MergeOutcome:
-        """Raises what reading and merging raise."""
+        """Make a merge. Raises the errors of reading and merging."""
         environment, settings = self._environment, self._settings()
         sources = []
         for live in plan.sources:
@@ -374,15 +365,15 @@ class BucketMerging:
 
 T = TypeVar("T")
 
-# Segments of a merged bucket that are read ahead of its head before it is taken over.
+# Segments of a merged bucket that are read ahead of its head before it is taken over
 AHEAD_SEGMENTS = 8
-# So long it tries to pass everything that is due, and looks again so often.
+# Time to try to pass everything that is due, and the time between two tries (seconds)
 SETTLE_MAX_S = 5.0
 SETTLE_S = 0.005
 
 
 class Adoption:
-    """Merged buckets of one topic. `slot`: the last one that is applied."""
+    """The replacement of sources by merged buckets in one topic. `slot` returns the last applied slot."""
 
     def __init__(
         self, topic: TopicPort, manifests: TopicManifests, environment: Environment, *, slot: Callable[[], ShardSlot]
@@ -393,10 +384,10 @@ class Adoption:
         self._slot = slot
 
     async def adopt(self, manifest: TopicManifest) -> None:
-        """Serves what the manifest has in place of buckets that were merged, or what a newer one has.
+        """Serve the merged buckets of the manifest, or of a newer one, in place of their sources.
 
-        No seal, drop or quarantine of the topic may be under way. Raises commit.Refused when the epoch is over, and
-        Corruption when the manifest is damaged.
+        No seal, drop or quarantine of the topic may be in flight. Raises commit.Refused if the epoch is over, and
+        Corruption if the manifest is damaged.
         """
         damaged: dict[str, str] = {}
         while True:
@@ -412,7 +403,7 @@ class Adoption:
                 self._forget_merged_away(manifest)
                 return
             elif unknown[0].quarantined:
-                # What is left of its sources, the only ones still here that left the manifest, is lost with it.
+                # The rest of its sources, the only ones served that left the manifest, is lost with it.
                 lost = unknown[0]
                 sources = [each for each in self._merged_away(manifest) if each.index_id == lost.subscription_id]
                 self._topic.core.lose_merged(lost, sources)
@@ -422,11 +413,11 @@ class Adoption:
                 manifest = self._manifests.manifest
 
     def _unknown(self, manifest: TopicManifest) -> list[LiveBucket]:
-        """The buckets of the manifest that are not served here."""
+        """Return the buckets of the manifest that are not served here."""
         found = []
         for live in manifest.live:
             index = self._topic.core.indexes.get(live.subscription_id)
-            # An index that is not here is that of a subscription which is being deleted.
+            # A missing index belongs to a subscription that is being deleted.
             if index is not None and not index.knows(live.object.name):
                 if not live.level:
                     raise InvariantViolated(f"bucket {live.object.name} is live and not served, and it was not merged")
@@ -434,7 +425,7 @@ class Adoption:
         return found
 
     def _forget_merged_away(self, manifest: TopicManifest) -> None:
-        """Buckets that left the manifest, and of which no merged bucket holds a row: every row of theirs is gone."""
+        """Drop buckets that left the manifest and have no row in a merged bucket: all their rows are gone."""
         for bucket in self._merged_away(manifest):
             if bucket.present_rows:
                 raise InvariantViolated(
@@ -444,7 +435,7 @@ class Adoption:
 
     def _merged_away(self, manifest: TopicManifest) -> list[SealedBucket]:
         live = {bucket.object.name for bucket in manifest.live}
-        # A subscription whose deletion is committed takes its index along when that is known to have landed.
+        # The index of a subscription is dropped once its deletion is known to have landed.
         owed = {index_ids.SHARED, *(each.subscription_id for each in manifest.subscriptions)}
         return [
             bucket
@@ -455,13 +446,13 @@ class Adoption:
     # ---- one bucket
 
     async def _take_over(self, live: LiveBucket) -> None:
-        """Raises Corruption when the bucket is damaged or missing."""
+        """Take over a merged bucket. Raises Corruption if it is damaged or missing."""
         store = self._environment.store
         table, metadata = await self._read(lambda: bucket_reads.open_bucket(store, live))
         index = self._topic.core.indexes.get(live.subscription_id)
         if index is None:
             return
-        # Of some pages every row is gone, so that no bucket holds them.
+        # Pages of which all rows are gone are held by no bucket.
         held = index.pages.intern_stored(metadata.positions)
         index.pages.hold(held)
         try:
@@ -490,14 +481,14 @@ class Adoption:
         log.info("serves a merged bucket topic=%s rows=%d sources=%d level=%d", name, live.rows, buckets, live.level)
 
     async def _settle(self) -> None:
-        """Passes what is due, so that little of it has to be carried over; not for ever."""
+        """Pass due rows, so that few of them have to be carried over; not for ever."""
         clock = self._environment.clock
         until_s = clock.elapsed_s() + SETTLE_MAX_S
         while clock.elapsed_s() < until_s:
             now_ms = clock.now_ms()
             self._topic.wake(now_ms)
             next_due_ms = self._topic.core.indexes.next_due_ms()
-            # What has come due since is little, however many come.
+            # Few rows have come due since.
             if next_due_ms is None or next_due_ms > now_ms:
                 return
             # The rest is more than one turn may pass, or its segments are being loaded.
@@ -513,7 +504,7 @@ class Adoption:
         )
 
     def _segments(self, index: Index, merged: MergedBucket, first: int, last: int) -> list[KeyedRows]:
-        """For a thread."""
+        """Read segments; runs in a thread."""
         infos = merged.segments[first : last + 1]
         rows = bucket_reads.read_segments(self._environment.store, merged.name, infos)
         return [index.pages.keyed(each) for each in rows]
@@ -530,7 +521,7 @@ class Adoption:
     # ---- damage
 
     async def _quarantine(self, bucket: str, damage: str) -> None:
-        """A merged bucket cannot be read, unless it was missing since it is merged itself by now."""
+        """Quarantine a merged bucket that cannot be read, unless it was merged itself meanwhile."""
         manifest = await self._manifests.newest()
         if all(live.object.name != bucket for live in manifest.live):
             return

@@ -1,18 +1,10 @@
-"""A dispatcher's stream on a subscription: permits in, due rows out, acknowledgements in, positive and negative.
+"""Runs dispatcher streams on a subscription: permits in, due rows out, acknowledgements in, positive and negative.
 
-Owns: what streams of every type have in common; of a SHARED one its permits, and waiting until there is something to
-hand out.
-Does not own: which rows (`daemon.core.decisions.subscription_state`), whose turn it is (`waiting_line`), what an
-acknowledgement does (`acknowledging`, `negative_acknowledging`), KEY_SHARED streams (`key_shared_stream`), opening
-(`stream_opening`), durability (`shard`) and the wire.
+`OpenStream` is common to all types, `DispatchStream` is SHARED; KEY_SHARED is in `key_shared_streams`, opening in
+`served_subscription`. `topic_acks` processes the acknowledgements.
 
-The line of those who wait for rows of one subscription: streams with permits, and pullers.
-
-Owns: whose turn it is.
-Does not own: what there is to take (`daemon.core.decisions.subscription_state`) and whether it may be handed out now
-(`served_topic`).
-
-Whoever is first takes, leaves, and the next one is woken: of a trickle everybody gets a share, and a row wakes one.
+Streams with permits and pullers wait in one line for the rows of a subscription. The first one takes rows and leaves,
+and the next one is woken: each gets a share of a trickle, and a row wakes one waiter.
 """
 
 from __future__ import annotations
@@ -36,15 +28,15 @@ from daemon.topic.topic_port import TopicPort
 
 
 class Waiter(Protocol):
-    """Somebody in a line."""
+    """A stream or puller in a line."""
 
     def notify(self) -> None:
-        """There may be something to take, or it may be its turn."""
+        """Wake the waiter, since there may be rows to take, or it may be its turn."""
         ...
 
 
 class WaitingLine:
-    """The line of those who wait, in the order in which they began to. `first`: the waiter whose turn it is."""
+    """The line of waiters, in the order in which they began to wait. `first` is the one whose turn it is."""
 
     def __init__(self) -> None:
         self.first: Waiter | None = None
@@ -76,16 +68,16 @@ class WaitingLine:
             self.first.notify()
 
 
-# The largest hand-out at once.
+# The most rows of a delivery
 MESSAGES_ROWS_MAX = 10_000
-# The largest one within a pass.
+# The most rows of a delivery within a pass
 IN_PASS_ROWS_MAX = 500
-# Larger grants are cut to this: no consumer holds more rows.
+# Larger grants are cut to this, since no consumer holds more rows.
 PERMITS_MAX = (1 << 32) - 1
 
 
 class SubscriptionPort(Protocol):
-    """A subscription as its streams, its leases and its sharing by key see it; `served_subscription` fills it."""
+    """A subscription as its streams, its leases and its sharing by key see it; see `served_subscription`."""
 
     @property
     def topic(self) -> TopicPort: ...
@@ -106,7 +98,7 @@ class SubscriptionPort(Protocol):
 
     @property
     def may_hand_out(self) -> bool:
-        """Whether rows may be delivered now."""
+        """True if rows may be delivered now."""
         ...
 
     def check_mode(self, *, key_shared: bool) -> None:
@@ -155,15 +147,15 @@ class SubscriptionPort(Protocol):
 
 
 class Outlet(Protocol):
-    """What hand-outs leave by."""
+    """The way by which deliveries leave."""
 
     def takes(self, stream: Waiter) -> bool:
-        """Whether more may be handed out; else the stream is notified when that may be."""
+        """Return whether more may be delivered; otherwise the stream is notified once that may be."""
         ...
 
 
 class Unbounded:
-    """An outlet whose user takes the next hand-out when the last one has left."""
+    """An outlet whose user takes the next delivery when the last one has left."""
 
     def takes(self, stream: Waiter) -> bool:
         return True
@@ -173,7 +165,7 @@ UNBOUNDED = Unbounded()
 
 
 class StreamClosed(Unavailable):
-    """The stream was closed while somebody waited for it."""
+    """The error of a stream that was closed while a caller waited for it."""
 
     def __init__(self) -> None:
         super().__init__("the stream was closed")
@@ -182,8 +174,8 @@ class StreamClosed(Unavailable):
 class OpenStream:
     """A dispatcher that listens under a number, `dispatcher`, and an `epoch`.
 
-    `held`: how many of the positions that it declared are IN_FLIGHT here. `not_held`: i64[n], the places of the others.
-    Close it always; what it holds is READY again then.
+    `held` is how many of the positions that it declared are IN_FLIGHT here, `not_held` are the places of the others,
+    i64[n]. Close it always; the rows that it holds are READY again then.
     """
 
     def __init__(self, subscription: SubscriptionPort) -> None:
@@ -191,19 +183,19 @@ class OpenStream:
         self.held = 0
         self.not_held: npt.NDArray[np.intp] = np.empty(0, np.intp)
         self.rebuild_needed: tuple[RebuildNeeded, ...] = ()
-        # May be set before anything is handed out.
+        # May be set before anything is delivered
         self.outlet: Outlet = UNBOUNDED
         self.state = subscription.state
         self.dispatcher = subscription.next_dispatcher()
         self._subscription = subscription
         self._topic = subscription.topic
         self._loop = asyncio.get_running_loop()
-        # For whoever takes out what is handed out; done unless it waits now.
+        # For the caller that takes deliveries; done unless it waits now
         self._waiting: asyncio.Future[None] | None = None
         self._ended: Exception | None = None
 
     def notify(self) -> None:
-        """There may be something to hand out."""
+        """Wake the caller that waits, since there may be rows to deliver."""
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
@@ -213,22 +205,21 @@ class OpenStream:
         return (self.dispatcher,)
 
     def acknowledge(self, claims: HeldPositions, *, awaited: bool = True) -> Awaitable[Ignored]:
-        """Acknowledges positions with the times they were handed out with; what it returns ends when that is durable.
+        """Acknowledge positions with the times they were delivered with; return the ignored ones, once durable.
 
-        `awaited`: whether anybody waits for it; else it may ride along with the next slot. Answers with the positions
-        to which nothing happened.
+        Without `awaited` no caller waits, and the acknowledgement may ride along with the next slot.
         """
         if self._ended is not None:
             raise self._ended
         return self._subscription.acks.acknowledge(self.state, claims, awaited=awaited)
 
     def negative_acknowledge(self, nack: Nack, *, awaited: bool = True) -> Awaitable[NackOutcome]:
-        """Has positions come back later, or makes them dead letters; what it returns ends when that is durable."""
+        """Redeliver positions later, or make them dead letters; the result ends when that is durable."""
         self._check_open()
         return self._subscription.nacks.negative_acknowledge(self.state, nack, awaited=awaited)
 
     def extend(self, claims: HeldPositions) -> Awaitable[Ignored]:
-        """The ack time-out of positions begins anew; those that are not IN_FLIGHT at this stream."""
+        """Restart the ack time-out of positions; return those that are not IN_FLIGHT at this stream."""
         self._check_open()
         return self._subscription.acks.extend(self.state, claims, self.holders)
 
@@ -242,13 +233,13 @@ class OpenStream:
         return self._waiting
 
     def end(self, error: Exception) -> None:
-        """The topic is served here no longer."""
+        """End the stream with the error, since the topic is no longer served here."""
         if self._ended is None:
             self._ended = error
             self.notify()
 
     def close(self) -> None:
-        """May be called more than once."""
+        """Close the stream. May be called more than once."""
         if self._ended is None:
             self._subscription.close_stream(self)
         self.end(StreamClosed())
@@ -260,19 +251,20 @@ class DispatchStream(OpenStream):
     def __init__(self, subscription: SubscriptionPort) -> None:
         super().__init__(subscription)
         self.permits = 0
-        # Sends what was handed out and waits for nothing; None: only who waits for `next_messages` can.
+        # Sends a delivery without waiting; None if only callers of `next_messages` can send.
         self.send: Callable[[HandedOut], None] | None = None
-        # As many as may be taken at once: before there are more the others have a turn.
+        # Took the most rows at once: the others have their turn before it takes more.
         self._took_many = False
 
     def grant(self, permits: int) -> None:
-        """Grants permits: that many more rows may be handed out."""
+        """Add permits, up to PERMITS_MAX."""
         self.permits = min(self.permits + permits, PERMITS_MAX)
         self.notify()
 
     def hand_out_in_pass(self) -> bool:
-        """Hands out a portion of what came due, and sends it, where nobody has to wait for that. Whether nothing is
-        left for who waits for `next_messages`. Call when nobody else waits in the line.
+        """Deliver and send a portion of the rows that came due, if that is possible without waiting.
+
+        Returns whether nothing is left for a caller of `next_messages`. Call it if no other waiter is in the line.
         """
         if self.send is None or not self.permits or self._waiting is None or self._waiting.done():
             return False
@@ -282,7 +274,7 @@ class DispatchStream(OpenStream):
         try:
             rows = self._subscription.hand_out(self.dispatcher, limit)
         except TopicFailed:
-            # Which has ended the stream.
+            # The failure has ended the stream.
             return True
         count = len(rows.keys)
         if count:
@@ -293,9 +285,9 @@ class DispatchStream(OpenStream):
         return count < limit
 
     async def next_messages(self) -> HandedOut:
-        """Waits for rows and permits, in line with whoever else waits for rows of the subscription.
+        """Wait for rows and permits, in line with all others that wait for rows of the subscription.
 
-        Raises NotOwner or Unavailable when the shard is lost, NotFound when the topic or the subscription is deleted,
+        Raises NotOwner or Unavailable if the shard is lost, NotFound if the topic or the subscription is deleted, and
         StreamClosed after `close`.
         """
         line, state = self._subscription.line, self.state

@@ -1,18 +1,12 @@
-"""One subscription of a served topic: who listens, whose turn it is, and what is handed out.
+"""Serves one subscription of a topic: its mode, its streams, its line, and what is delivered.
 
-Owns: its mode, its streams, its line, the numbers of its dispatchers, taking rows out of READY, and reading its backlog
-again when it is behind.
-Does not own: which rows (`daemon.core.decisions.subscription_state`), leases (`leases`), rounds of sharing by key
-(`sharing_rounds`), what must hold for a stream to open (`stream_opening`), and when rows come due (`served_topic`).
+`served_topic` alone uses it; it stands apart because it is the life of one subscription. It takes rows out of READY,
+numbers the dispatchers, and reads the backlog again when the subscription is behind. Leases, rounds of sharing by key,
+and streams are in modules of their own.
 
-Opening streams on the subscriptions of one topic, with the positions that a dispatcher holds already.
-
-Owns: what must hold for a stream to open, finding the held positions, and that nothing is half done when it does not.
-Does not own: streams once they are open (`open_stream`, `key_shared_stream`), consumers (`sharing_rounds`), and whether
-a position that was found may be held (`daemon.core.decisions.topic_state`).
-
-Everything is looked at before anything is awaited, so that a bad request is told at once, and again behind it: then the
-stream is opened in one go.
+`StreamOpening` opens streams, with the positions that a dispatcher holds already. It checks everything before it awaits
+anything, so that a bad request is answered at once, and again afterwards: then the stream is opened in one turn, or not
+at all.
 """
 
 from __future__ import annotations
@@ -41,16 +35,16 @@ from daemon.topic.topic_acks import AckRequests, NackRequests
 from daemon.topic.topic_port import TopicPort
 from storage_backends.formats.row_columns import Rows
 
-# Portions that a backlog is read again by.
+# Portions of one read of a backlog
 CATCH_UP_PORTIONS = 1
-# A subscription that is behind is read on for when READY has fewer rows.
+# A subscription that is behind reads on when READY has fewer rows.
 READY_LOW_ROWS = 20_000
-# Numbers of dispatchers are 32 bits wide where they stand with a row.
+# Dispatcher numbers have 32 bits where they are stored with a row.
 DISPATCHER_MAX = (1 << 32) - 1
 
 
 class Mode(enum.Enum):
-    """In which way a subscription is open; see `ServedSubscription`."""
+    """The way in which a subscription is open; see `ServedSubscription`."""
 
     CLOSED = "closed"
     SHARED = "shared"
@@ -59,17 +53,17 @@ class Mode(enum.Enum):
 
 
 class ServedSubscription:
-    """A subscription that somebody listens to, or has listened to since its topic is served here.
+    """A subscription that has, or had, listeners since its topic is served here.
 
-    | mode | who listens | a row of READY goes to | a SHARED stream, or a pull | a KEY_SHARED stream |
+    | mode | who listens | a READY row goes to | a SHARED stream, or a pull | a KEY_SHARED stream |
     |---|---|---|---|---|
-    | CLOSED | nobody; READY may be kept for pullers | nobody | opens: SHARED, LEASED | opens: KEY_SHARED |
-    | SHARED | streams, and pullers beside them | whose turn it is in the line | opens beside | Conflict |
-    | LEASED | pullers, or leases hold rows | whose turn it is in the line | opens: SHARED; beside | Conflict |
-    | KEY_SHARED | streams with consumers | the consumer that has its key | Conflict | opens beside |
+    | CLOSED | none; READY may be kept for pullers | none | opens: SHARED, LEASED | opens: KEY_SHARED |
+    | SHARED | streams, and pullers with them | the first in the line | opens, too | Conflict |
+    | LEASED | pullers, or leases hold rows | the first in the line | opens: SHARED, LEASED, too | Conflict |
+    | KEY_SHARED | streams with consumers | the consumer that has its key | Conflict | opens, too |
 
-    SHARED ends with its last stream, LEASED with its last lease and puller, KEY_SHARED with its last stream. What a
-    stream or a lease holds when it ends is READY again.
+    SHARED ends with its last stream, LEASED with its last lease and puller, KEY_SHARED with its last stream. The rows
+    that a stream or a lease holds when it ends are READY again.
     """
 
     def __init__(
@@ -96,7 +90,7 @@ class ServedSubscription:
 
     @property
     def mode(self) -> Mode:
-        """O(leases)."""
+        """The mode now. O(leases)."""
         if self.key_sharing.is_open:
             return Mode.KEY_SHARED
         if self.streams:
@@ -104,7 +98,7 @@ class ServedSubscription:
         return Mode.LEASED if self.leases.are_under_way else Mode.CLOSED
 
     def check_mode(self, *, key_shared: bool) -> None:
-        """Raises Conflict when the subscription is open in another way."""
+        """Raise Conflict if the subscription is open in another mode."""
         name, mode = self.state.stored.name, self.mode
         if not key_shared and mode is Mode.KEY_SHARED:
             raise Conflict(f"subscription {name!r} is open as KEY_SHARED; close these streams first")
@@ -116,7 +110,7 @@ class ServedSubscription:
     # ---- dispatchers
 
     def next_dispatcher(self) -> int:
-        """A number for a stream, a consumer or a lease, that no other one has."""
+        """Return a number for a stream, a consumer or a lease that no other one has."""
         while True:
             number = self._last_dispatcher = self._last_dispatcher % DISPATCHER_MAX + 1
             taken = number in self.streams or self.key_sharing.has(number) or self.leases.has(number)
@@ -124,12 +118,12 @@ class ServedSubscription:
                 return number
 
     def listen(self, dispatcher: int) -> None:
-        """READY is kept for a dispatcher that holds nothing itself."""
+        """Keep READY for a dispatcher that holds no rows itself."""
         self.topic.core.open(self.state, dispatcher)
         self.refill()
 
     def close_stream(self, stream: OpenStream) -> None:
-        """What the stream holds is READY again; it listens no more."""
+        """Remove a stream, which no longer listens; the rows that it holds are READY again."""
         if self.streams.pop(stream.dispatcher, None) is None:
             return
         self.state.close(stream.dispatcher)
@@ -137,15 +131,16 @@ class ServedSubscription:
         self.notify()
 
     def end(self, error: Exception) -> None:
-        """The streams and leases of the subscription end with the error."""
+        """End the streams and leases of the subscription with the error."""
         for stream in list(self.streams.values()):
             self.close_stream(stream)
             stream.end(error)
         self.leases.end(error)
 
     def abandon(self, error: Exception) -> None:
-        """The streams of the subscription end with the error. None is asked to give anything back: the state cannot be
-        relied on.
+        """End the streams of the subscription with the error.
+
+        None gives rows back, since the state can no longer be relied on.
         """
         streams = list(self.streams.values())
         self.streams.clear()
@@ -153,7 +148,7 @@ class ServedSubscription:
             stream.end(error)
 
     def close(self, error: Exception) -> None:
-        """The topic is served here no longer."""
+        """End all work, since the topic is no longer served here."""
         self.end(error)
         if self._behind is not None:
             self._behind.cancel()
@@ -161,9 +156,9 @@ class ServedSubscription:
     # ---- delivering
 
     def hand_out(self, dispatcher: int, limit: int) -> KeyedRows:
-        """At most `limit` rows, IN_FLIGHT at the dispatcher from now on; empty when nothing may be handed out now.
+        """Take at most `limit` rows, IN_FLIGHT at the dispatcher from now on. Empty if none may be delivered now.
 
-        Raises TopicFailed when something goes wrong: rows that were taken out of READY would be nowhere.
+        Raises TopicFailed if anything goes wrong: rows that were taken out of READY would be nowhere.
         """
         state = self.state
         if not state.ready_rows or not self.topic.may_hand_out(state):
@@ -182,16 +177,16 @@ class ServedSubscription:
 
     @property
     def may_hand_out(self) -> bool:
-        """Whether anything may be handed out now."""
+        """True if rows may be delivered now."""
         return self.topic.may_hand_out(self.state)
 
     def handed_out(self, taken: KeyedRows) -> HandedOut:
-        """Rows that were handed out, as their dispatcher sees them."""
+        """Return delivered rows as their dispatcher sees them."""
         rows, batch_index = indexes.unpacked(taken, self.topic.core.indexes, self.state.subscription_id)
         return HandedOut(self.topic.epoch, rows, taken.redelivery_count, batch_index)
 
     def count_handed_out(self, rows: KeyedRows) -> None:
-        """Counts rows that were handed out in the metrics."""
+        """Count delivered rows in the metrics."""
         core, metrics = self.topic.core, self._environment.metrics
         now_ms = self._environment.clock.now_ms()
         for index in core.indexes.serving(self.state.subscription_id):
@@ -201,14 +196,14 @@ class ServedSubscription:
         metrics.handed_out(core.name, rows.rows.deliver_at_ms, rows.redelivery_count, now_ms=now_ms)
 
     def notify(self) -> None:
-        """There may be something to hand out."""
+        """Wake streams and pullers, since rows may be ready."""
         if self.state.key_shared is not None:
             self.key_sharing.notify()
         if self.state.ready_rows and self.state.in_flight_room:
             self.line.notify()
 
     def passed(self) -> None:
-        """Rows came due. Where one stream waits for them it has them before this returns, if it can."""
+        """Deliver rows that came due. A single waiting stream has them before this returns, if it can."""
         state = self.state
         if state.key_shared is not None:
             self.key_sharing.notify()
@@ -223,27 +218,27 @@ class ServedSubscription:
             self.read_on()
 
     def look_after(self) -> None:
-        """Once a second: what depends on time alone."""
+        """Do what depends on time alone. Called once a second."""
         self.leases.look_after()
         self.key_sharing.look_after()
         self.notify()
 
-    # ---- reading what it is behind with
+    # ---- reading the backlog
 
     def refill(self) -> None:
-        """There may be room in READY: for what is redelivered, and for what was not read."""
+        """Fill READY, which may have room, with rows to redeliver and rows not read yet."""
         if len(self.state.nacks):
             self._redeliver_on()
         if self.state.reader is not None or self.state.key_shared is not None:
             self.read_on()
 
     def _redeliver_on(self) -> None:
-        """Nacked rows whose time has come may have had no room until now."""
+        """Wake the topic for nacked rows whose time has come and that may have had no room until now."""
         if self.topic.core.takes_redeliveries(self.state):
             self.topic.wake_at(self.state.nacks.next_due_ms())
 
     async def settle_ready(self) -> None:
-        """Returns when there are READY rows, or nothing that is due now is left to be READY."""
+        """Wait until there are READY rows, or no row that is due now is left to become READY."""
         topic, now_ms = self.topic, self._environment.clock.now_ms()
         while not topic.has_ended and not self.state.ready_rows:
             if self._behind is not None:
@@ -258,7 +253,7 @@ class ServedSubscription:
                 return
 
     def read_on(self) -> None:
-        """Derives READY rows when the subscription is behind and runs low."""
+        """Read READY rows from the backlog if the subscription is behind and runs low."""
         if self._behind is not None or self.topic.has_ended:
             return
         state, core, pace = self.state, self.topic.core, self.topic.pace
@@ -271,18 +266,18 @@ class ServedSubscription:
         if runs_low:
             needed += core.catch_up(state, limit)
             goes_on = state.reader is None or not state.reader.is_held_up
-        # However long that goes on. While nothing may be handed out READY stays: it would be passed over for ever.
+        # However long that goes on. While nothing may be delivered READY stays: it would be passed over for ever.
         if state.key_shared is not None and state.key_shared.reads_on and self.may_hand_out:
             needed += core.key_sharing.find_let_go(state, limit)
             goes_on = goes_on or not state.key_shared.is_held_up
         if not goes_on and not needed:
-            # Nothing to look at, or not before more rows have been passed: who passes them comes here again.
+            # Nothing to read, or not before more rows are passed, after which this is called again
             return
         if not needed:
             self.notify()
             if not state.needs_more_backlog:
                 return
-        # Of all that was looked at nothing may be handed out: others have their turn.
+        # No row that was read may be delivered, so others have their turn.
         waits = self.topic.load(needed) if needed else pace.give_way()
         self._behind = asyncio.ensure_future(waits)
         self._behind.add_done_callback(self._read_on_after)
@@ -298,7 +293,7 @@ STREAMS_RETRY_MS = 5_000
 
 
 class StreamOpening:
-    """Opens streams on the subscriptions of one topic, with the positions that a dispatcher holds already.
+    """The opening of streams on the subscriptions of one topic, with the positions that a dispatcher holds already.
 
     `served` finds a subscription by its state. It is called again after each await, since the subscription may have
     been deleted meanwhile.
@@ -318,7 +313,7 @@ class StreamOpening:
         self._streams_max = environment.config.limits.streams_per_subscription_max
 
     async def shared(self, subscription: str, held: HeldPositions) -> DispatchStream:
-        """Opens a SHARED stream. Raises NotFound, Conflict, QuotaExceeded."""
+        """Open a SHARED stream. Raises NotFound, Conflict, QuotaExceeded."""
         limits.check_batch_index(held.entry_id, held.batch_index)
         topic = self._topic
         await topic.gate.passed()
@@ -337,7 +332,7 @@ class StreamOpening:
     async def key_shared(
         self, subscription: str, consumers: Sequence[Consumer], held: HeldByConsumers
     ) -> KeySharedStream:
-        """Opens a KEY_SHARED stream with its first consumers. Raises as `shared`, and InvalidArgument."""
+        """Open a KEY_SHARED stream with its first consumers. Raises as `shared`, and InvalidArgument."""
         topic, claims = self._topic, held.positions
         limits.check_batch_index(claims.entry_id, claims.batch_index)
         await topic.gate.passed()
@@ -345,7 +340,7 @@ class StreamOpening:
         self._checked(state, key_shared=True).key_sharing.check_consumers(consumers)
         _check_holders(held, consumers)
         if state.key_shared is None and (state.acknowledging or state.nacking):
-            # Of those who had it open before: until that is durable nobody else gets rows of their hashes.
+            # Decisions of earlier streams: until they are durable no other consumer gets rows of their hashes.
             await topic.slots.settled()
         claimed = await self._find(state, claims)
         served = self._checked(state, key_shared=True)
@@ -357,7 +352,7 @@ class StreamOpening:
         return stream
 
     def _checked(self, state: SubscriptionState, *, key_shared: bool) -> ServedSubscription:
-        """The subscription, which a stream may listen to. Raises NotFound, Conflict, QuotaExceeded."""
+        """Return the subscription if a stream may listen to it. Raises NotFound, Conflict, QuotaExceeded."""
         self._topic.check_there(state)
         served = self._served(state)
         served.check_mode(key_shared=key_shared)
@@ -370,7 +365,7 @@ class StreamOpening:
         return served
 
     async def _find(self, state: SubscriptionState, held: HeldPositions) -> ClaimedRows:
-        """The rows that the dispatcher holds; they have been passed before it asks for them."""
+        """Find the rows that the dispatcher holds, after all due rows have been passed."""
         if not len(held):
             return rows_claimed((), state, held, KeyedRows.empty())
         await self._topic.settle_due()
@@ -378,7 +373,7 @@ class StreamOpening:
         return rows_claimed(self._topic.core.indexes.serving(state.subscription_id), state, held, found)
 
     def _hold(self, stream: KeySharedStream, held: HeldByConsumers, claimed: ClaimedRows) -> Mask:
-        """Which of the claims are held from now on."""
+        """Hold the claimed positions; return the mask of the claims that are held from now on."""
         core, state, claims = self._topic.core, stream.state, held.positions
         elapsed_ms = self._environment.elapsed_ms()
         numbers = stream.numbers_of(held.consumer_id)
@@ -399,7 +394,7 @@ class StreamOpening:
 
     @contextlib.contextmanager
     def _beginning(self, served: ServedSubscription, stream: OpenStream) -> Iterator[None]:
-        """The stream listens; where that does not go well it does no longer."""
+        """Register a stream, and close it again if its opening fails."""
         topic = self._topic
         served.streams[stream.dispatcher] = stream
         try:
@@ -419,7 +414,7 @@ def _declare(stream: OpenStream, are_held: Mask) -> None:
 
 
 def _check_holders(held: HeldByConsumers, consumers: Sequence[Consumer]) -> None:
-    """Raises InvalidArgument for a position of a consumer that does not join."""
+    """Raise InvalidArgument for a position of a consumer that does not join."""
     known = np.array([consumer.consumer_id for consumer in consumers], np.uint32)
     strange = np.flatnonzero(~np.isin(held.consumer_id, known))
     if len(strange):

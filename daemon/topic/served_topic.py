@@ -54,15 +54,15 @@ from storage_backends.formats.row_columns import U64
 
 T = TypeVar("T")
 
-# A look at the topic as a whole is shown so long, and longer while nothing changes.
+# Time that a survey is shown; longer while nothing changes (ms)
 SURVEY_MS = 60_000
-# A look takes some microseconds a ledger: of more it is not made for who cannot wait.
+# A survey takes some microseconds a ledger; above this many it is not made for callers that cannot wait.
 GLANCE_PAGES_MAX = 20_000
 _NOTHING = RetentionScan(None, 0)
 
 
 class TopicRetention:
-    """What one topic needs of its log."""
+    """The part of its message log that one topic still needs."""
 
     def __init__(self, core: TopicState, environment: Environment) -> None:
         self._core = core
@@ -73,7 +73,7 @@ class TopicRetention:
         self._surveyed_state: tuple[int, int] | None = None
 
     async def page(self, ledger_ids: U64 | None, page_size: int, after: int | None) -> RetentionPage:
-        """The ledgers that have rows, of the given ones or, None, of all, behind the ledger `after`."""
+        """Return the ledgers that have rows, among the given ones (None means all), behind the ledger `after`."""
         indexes = self._core.indexes
         as_of_ms = self._environment.clock.now_ms()
         if ledger_ids is None:
@@ -93,13 +93,13 @@ class TopicRetention:
         )
 
     async def glance(self, changed_slot: int) -> RetentionScan:
-        """Returns what `survey` does, without waiting long: of a topic of very many ledgers what was shown last."""
+        """Return a survey without waiting long: for a topic with very many ledgers the last one."""
         if len(self._core.indexes.places) > GLANCE_PAGES_MAX:
             return self._survey or _NOTHING
         return await self.survey(changed_slot)
 
     async def survey(self, changed_slot: int) -> RetentionScan:
-        """The topic as a whole, as it was at most a minute ago. `changed_slot`: the last slot that changed it."""
+        """Return a survey of the topic, at most a minute old or unchanged since. `changed_slot` is its last change."""
         async with self._turn:
             now_ms = self._environment.elapsed_ms()
             state = (changed_slot, len(self._core.indexes.quarantined))
@@ -110,7 +110,7 @@ class TopicRetention:
             return self._survey
 
     async def _in_turns(self, look: Generator[None, None, T]) -> T:
-        """What the look returns; others have their turn at each of its steps."""
+        """Return the result of `look`, giving others their turn at each of its steps."""
         taking_turns = FairShare(self._environment.clock)
         while True:
             try:
@@ -123,12 +123,12 @@ class TopicRetention:
 
 log = logging.getLogger(__name__)
 
-# Portions that a topic passes in one turn: they cost less than handing out.
+# Portions that a topic passes in one turn: they cost less than delivering
 PASS_PORTIONS = 2
-# Buckets that wait for their seal before adds are refused.
+# Buckets that may wait for their seal before adds are refused
 SEALING_MAX = 8
 SEALING_RETRY_MS = 200
-# Ranges of one answer; what is more is asked for again.
+# Ranges of one answer; the caller asks again for the rest.
 CONTAINED_RANGES_MAX = 100_000
 
 
@@ -139,12 +139,12 @@ class ShardPort(Protocol):
     epoch: int
     applied_slot: ShardSlot
     pending: PendingRows
-    # Whether it is known that no former owner acts any longer.
+    # True if it is known that no former owner acts any longer.
     is_alone: bool
 
     @property
     def may_hand_out(self) -> bool:
-        """Whether the epoch is confirmed, and the shard is not being released."""
+        """True if the epoch is confirmed and the shard is not being released."""
         ...
 
     @property
@@ -196,9 +196,9 @@ class ServedTopic:
         self.retention = TopicRetention(topic, environment)
         self.adds = TopicAdds(self, self.withdrawals, environment)
         self.wake_at_ms: int | None = None
-        # The last slot that changed the topic: a checkpoint must hold it when the manifest does not.
+        # The last slot that changed the topic: a checkpoint must hold it if the manifest does not.
         self.last_changed_slot = 0
-        # How much is done before others have their turn.
+        # The work done before others have their turn
         self.pace: Pace = due_loop.pace
         self._due_loop = due_loop
         self._environment = environment
@@ -215,18 +215,18 @@ class ServedTopic:
         self._loader = SegmentLoader(
             topic, environment, self.changed, self.buckets.quarantine, self.bucket_is_live, self.failed
         )
-        # By subscription id, those that were ever listened to.
+        # Subscription id -> the subscription, if it ever had listeners
         self._served: dict[int, ServedSubscription] = {}
         self._ended: Exception | None = None
-        # No row that is due before is left to be passed.
+        # No row that is due before is left to be passed (Unix ms).
         self._settled_until_ms = 0
-        # Subscriptions that nothing is handed out to for now.
+        # Subscriptions to which nothing is delivered for now
         self._withheld: frozenset[int] = frozenset()
 
     # ---- requests
 
     def check_room(self) -> None:
-        """Raises QuotaExceeded when too many buckets wait to be sealed for more rows to come."""
+        """Raise QuotaExceeded if too many buckets wait for their seal to accept more rows."""
         if self.core.indexes.sealing >= SEALING_MAX:
             raise QuotaExceeded(
                 f"topic {self.core.name}: {SEALING_MAX} buckets wait to be sealed, that is the limit; try again",
@@ -234,18 +234,18 @@ class ServedTopic:
             )
 
     async def contains(self, asked: EntryRanges, subscription: str | None) -> Contained:
-        """What of the ranges is in the index: a read of what is applied. Raises NotFound."""
+        """Return what the index has of the ranges, read from applied state. Raises NotFound."""
         if self._ended is not None:
             raise self._ended
         state = None if subscription is None else self.subscription(subscription)
-        # What is due counts as due from its time on.
+        # Rows count as due from their time on.
         self.pass_due(self._environment.clock.now_ms())
         found = self.core.contains(asked, state, ranges_max=CONTAINED_RANGES_MAX)
         await self.slots.confirmed()
         return found
 
     async def retained(self, ledger_ids: U64 | None, page_size: int, after: int | None) -> RetentionPage:
-        """What the topic needs of its log: a read of what is applied. See `TopicRetention`."""
+        """Return what the topic needs of its message log, read from applied state. See `TopicRetention`."""
         if self._ended is not None:
             raise self._ended
         page = await self.retention.page(ledger_ids, page_size, after)
@@ -253,7 +253,7 @@ class ServedTopic:
         return page
 
     async def get_scheduled(self, state: SubscriptionState, *, max_rows: int, lease_ms: int, wait_ms: int) -> KeyedRows:
-        """Due rows, leased. Empty when none came in time."""
+        """Lease due rows; return none if none came in time."""
         await self.gate.passed()
         self.check_there(state)
         rows = await self.served_subscription(state).leases.get(max_rows=max_rows, lease_ms=lease_ms, wait_ms=wait_ms)
@@ -262,7 +262,7 @@ class ServedTopic:
         return rows
 
     async def load(self, wanted: Iterable[SegmentRange]) -> None:
-        """Returns when the segments are in memory, or cannot be."""
+        """Wait until the segments are in memory, or cannot be loaded."""
         tasks = self._loader.start(wanted)
         if tasks:
             await asyncio.wait(tasks)
@@ -270,18 +270,18 @@ class ServedTopic:
     # ---- subscriptions
 
     def subscription(self, name: str) -> SubscriptionState:
-        """The state of a subscription. Raises NotFound when it does not exist."""
+        """Return the state of a subscription. Raises NotFound if it does not exist."""
         state = self.core.subscription(name)
         if state is None:
             raise NotFound(f"topic {self.core.name} has no subscription {name!r}; create it first")
         return state
 
     def is_there(self, state: SubscriptionState) -> bool:
-        """Whether the subscription was not deleted."""
+        """Return whether the subscription still exists."""
         return self.core.subscriptions.get(state.subscription_id) is state
 
     def check_there(self, state: SubscriptionState) -> None:
-        """Raises NotFound, and what ended the topic."""
+        """Raise NotFound if the subscription was deleted, or the error that ended the topic."""
         if self._ended is not None:
             raise self._ended
         if self.core.subscriptions.get(state.subscription_id) is not state:
@@ -289,7 +289,7 @@ class ServedTopic:
 
     @contextlib.contextmanager
     def withholding(self, subscription_ids: Iterable[int]) -> Iterator[None]:
-        """Nothing is handed out to these subscriptions: what they might get is about to leave."""
+        """Deliver nothing to these subscriptions meanwhile, since their rows are about to leave."""
         self._withheld = frozenset(subscription_ids)
         try:
             yield
@@ -298,7 +298,7 @@ class ServedTopic:
             self.notify_all()
 
     async def settle_due(self) -> None:
-        """Returns when every row that is due now has been passed."""
+        """Wait until every row that is due now has been passed."""
         now_ms = self._environment.clock.now_ms()
         while self._ended is None and now_ms >= self._settled_until_ms:
             if self.pass_due(now_ms):
@@ -311,10 +311,10 @@ class ServedTopic:
                 self._settled_until_ms = now_ms if next_due_ms is None else next_due_ms
                 return
 
-    # ---- who listens
+    # ---- listeners
 
     def served_subscription(self, state: SubscriptionState) -> ServedSubscription:
-        """Who listens to a subscription, and in which mode it is."""
+        """Return the served subscription of a state, creating it if necessary."""
         served = self._served.get(state.subscription_id)
         if served is None:
             served = self._served[state.subscription_id] = ServedSubscription(
@@ -324,18 +324,18 @@ class ServedTopic:
 
     @property
     def _listened_to(self) -> Iterator[ServedSubscription]:
-        """Those that were ever listened to, in the order in which they were created."""
+        """The subscriptions that ever had listeners, in the order in which they were created."""
         for number in self.core.subscriptions:
             if (served := self._served.get(number)) is not None:
                 yield served
 
     def streams_of(self, state: SubscriptionState) -> list[OpenStream]:
-        """The streams that are open on a subscription."""
+        """Return the open streams of a subscription."""
         served = self._served.get(state.subscription_id)
         return [] if served is None else list(served.streams.values())
 
     def end_streams(self, error: Exception, *, subscription_id: int | None = None) -> None:
-        """The streams and leases of one subscription, or all of them, end with the error."""
+        """End the streams and leases of one subscription, or of all, with the error."""
         for number, served in self._served.items():
             if subscription_id in (None, number):
                 served.end(error)
@@ -343,17 +343,17 @@ class ServedTopic:
             self._served.pop(subscription_id, None)
 
     def may_hand_out(self, state: SubscriptionState) -> bool:
-        """Whether anything may be handed out to the subscription now."""
+        """Return whether rows may be delivered to the subscription now."""
         if self._ended is not None or state.subscription_id in self._withheld:
             return False
         if not self.shard.is_alone and state.is_by_key and self.shard.alone_in_s:
-            # A former owner may hand a key to another consumer.
+            # A former owner may deliver a key to another consumer.
             return False
         return self.shard.may_hand_out
 
     @property
     def may_send(self) -> bool:
-        """Whether delivered rows may leave now: the epoch is confirmed, and the topic has not ended."""
+        """True if delivered rows may leave now: the epoch is confirmed, and the topic has not ended."""
         return self._ended is None and self.shard.may_hand_out
 
     @property
@@ -366,12 +366,12 @@ class ServedTopic:
         await self.shard.alone()
 
     def take_back(self, state: SubscriptionState) -> None:
-        """Rows may have come to be NACKED: what is behind them of their keys is at nobody from now on."""
+        """Take back what consumers have behind a nacked row of its key, since rows may be NACKED."""
         if (served := self._served.get(state.subscription_id)) is not None:
             served.key_sharing.take_back()
 
     def notify(self, state: SubscriptionState) -> None:
-        """There may be something to hand out."""
+        """Wake the subscription's streams and pullers, since rows may be ready."""
         if (served := self._served.get(state.subscription_id)) is not None:
             served.notify()
 
@@ -380,7 +380,7 @@ class ServedTopic:
             served.notify()
 
     def _notify_sharing(self) -> None:
-        """What rows had to wait for by key may be gone."""
+        """Request a round of sharing by key, since what rows waited for may be gone."""
         for served in self._served.values():
             if served.state.key_shared is not None:
                 served.key_sharing.notify()
@@ -389,23 +389,24 @@ class ServedTopic:
 
     @property
     def tick_ms(self) -> int | None:
-        """Wake-ups are batched by as much; None: as the daemon is busy."""
+        """The tick of its wake-ups (ms); None if it depends on the daemon's load."""
         return self.settings.tick_ms
 
     def look_after(self) -> None:
-        """Once a second: what depends on time alone."""
+        """Do what depends on time alone. Called once a second."""
         if self._ended is None:
             self.core.indexes.look_after(self._environment.clock.now_ms())
             for served in self._listened_to:
                 served.look_after()
 
     def rows_added(self) -> None:
-        """The next wake-up may be sooner, by rows of the buckets in memory or by what was negatively acknowledged; what
-        waited for a decision of the slot may be handed out.
+        """Schedule the next wake-up again, since rows were added or negatively acknowledged.
+
+        Rows that waited for a decision of the slot may be delivered.
         """
         if self._ended is None:
             self._notify_sharing()
-            # Those of the journal when the topic was loaded included.
+            # These include the rows replayed when the topic was loaded.
             in_order, others = self.core.in_due_order_rows, self.core.out_of_order_rows
             if in_order or others:
                 self.core.in_due_order_rows = self.core.out_of_order_rows = 0
@@ -415,14 +416,14 @@ class ServedTopic:
             self._due_loop.schedule(self, earliest(next_due_ms, self.core.next_redelivery_ms()))
 
     def rows_left(self) -> None:
-        """Acknowledgements of a slot were applied: what waited for them may be handed out, and nothing comes sooner."""
+        """Deliver rows that waited for acknowledgements of a slot, which were applied. No row comes due sooner."""
         if self._ended is None:
             self._notify_sharing()
             if (redeliver_at_ms := self.core.next_redelivery_ms()) is not None:
                 self._due_loop.schedule(self, redeliver_at_ms)
 
     def changed(self) -> None:
-        """Segments were loaded, or buckets sealed or dropped: the next wake-up may be sooner."""
+        """Schedule the next wake-up again, since segments were loaded or buckets changed."""
         if self._ended is not None:
             return
         self._settled_until_ms = 0
@@ -436,8 +437,9 @@ class ServedTopic:
         return self._next_wake_ms(load_from_ms=now_ms)
 
     def pass_due(self, now_ms: int) -> int:
-        """Passes rows that are due and in memory, and takes back what is to be redelivered, some portions of them; how
-        many.
+        """Pass some portions of the rows that are due and in memory, or due for redelivery.
+
+        Returns how many.
         """
         passed = self.core.pass_due(now_ms, PASS_PORTIONS * self.pace.rows)
         if not passed:
@@ -453,12 +455,13 @@ class ServedTopic:
         return passed
 
     def wake_at(self, at_ms: int | None) -> None:
-        """The topic wakes then, if it would not sooner. Unix time in ms; None: it need not."""
+        """Wake the topic at this time (Unix ms) unless it wakes earlier. None changes nothing."""
         self._due_loop.schedule(self, at_ms)
 
     def _next_wake_ms(self, *, load_from_ms: int | None = None) -> int | None:
-        """Rows whose segment is not in memory wake nobody: the end of its loading does. `load_from_ms`: begin to load
-        the segments that are wanted from then on, if given.
+        """Return the time of the next wake-up (Unix ms). The end of loading wakes for rows not in memory.
+
+        From `load_from_ms` on, if given, it begins to load the wanted segments.
         """
         indexes = self.core.indexes
         if not indexes.readable:
@@ -473,7 +476,7 @@ class ServedTopic:
 
     @property
     def is_in_manifest(self) -> bool:
-        """Whether the newest manifest holds all of the topic."""
+        """True if the newest manifest holds all of the topic."""
         return self.last_changed_slot <= self.manifests.manifest.applied
 
     def cut(self) -> TopicCut:
@@ -495,26 +498,27 @@ class ServedTopic:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the topic is served here no longer."""
+        """True if the topic is no longer served here."""
         return self._ended is not None
 
     def failed(self, error: BaseException) -> None:
-        """Something of it went wrong that was not foreseen, or its epoch is over."""
+        """End the topic, since an unforeseen error occurred or its epoch is over."""
         if self._ended is None:
             self.shard.topic_failed(self, error)
 
     @contextlib.contextmanager
     def contained(self) -> Iterator[None]:
-        """What goes wrong inside is this topic's failure, and nobody else's."""
+        """Turn errors inside into this topic's failure."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - it is told with the topic
+        except Exception as error:  # noqa: BLE001 - reported with the topic
             self.failed(error)
 
     @contextlib.contextmanager
     def failing(self, kind: type[Exception] = Exception) -> Iterator[None]:
-        """Makes errors of one kind inside this topic's failure, and raises TopicFailed in their place: whoever asked is
-        told.
+        """Turn errors of one kind inside into this topic's failure.
+
+        Raises TopicFailed in their place for the caller.
         """
         try:
             yield
@@ -523,8 +527,9 @@ class ServedTopic:
             raise TopicFailed(self.core.name) from error
 
     def abandon(self, error: Exception) -> None:
-        """End a topic that can no longer be relied on, without asking its streams to give rows back. Its buckets and
-        manifests go on until `close`.
+        """End a topic that can no longer be relied on, without asking its streams to give rows back.
+
+        Its buckets and manifests go on until `close`.
         """
         for served in self._served.values():
             served.abandon(error)
@@ -537,7 +542,7 @@ class ServedTopic:
         self.manifests.close()
 
     def _end(self, error: Exception) -> None:
-        """Neither wake, load nor open streams any longer."""
+        """Stop waking, loading and opening streams."""
         self._ended = error
         self.slots.end(error)
         self.gate.end(error)
@@ -546,5 +551,5 @@ class ServedTopic:
         for served in self._served.values():
             served.close(error)
         self._loader.close()
-        # Keys of its segments mean nothing to who serves the topic next, here as well.
+        # The keys of its segments are invalid for the next owner, even in this process.
         self.core.indexes.release_segments()

@@ -1,27 +1,12 @@
-"""What is gone and acknowledged, between its form in memory and its stored form.
+"""Translates a topic's progress, redeliveries and properties between their forms in memory and in storage.
 
-Owns: that translation, both ways, progress as a whole, reading that of a manifest, and finding what it says of a
-bucket, also under the names of those that were merged into it.
-Does not own: what progress says of redeliveries (`stored_redeliveries`), where it is written (`sealing`,
-`checkpoint_parts`), what it means (`daemon.core.index.bucket`), and the mapping of a merge
-(`storage_backends.formats.merge`).
+Progress is what is gone and acknowledged of each bucket, with negative acknowledgements, dead letters and delay levels.
+A merged bucket is found under the names of its sources, too. Entries of an index that no longer exists, or of positions
+that no longer have a row, are skipped when read. `bucket_lifecycle` writes progress, `storage_backends.formats.merge`
+maps positions in a merge.
 
-Negative acknowledgements, dead letters and delay levels, between their form in memory and their stored form.
-
-Owns: that translation, both ways.
-Does not own: where it is written (`sealing`, `checkpoint_parts`), what it means
-(`daemon.core.decisions.nack_decisions`), and the bytes of the columns (`storage_backends.formats.redelivery_columns`).
-
-What is stored of an index that is no more, or of positions that have no row any more, is left out when it is read.
-
-The properties of a topic's subscriptions as an object that its manifests name.
-
-Owns: reading the one of a manifest, and writing a new one.
-Does not own: its form (`formats.manifest`), when there is a new one (`topic_changes`), and that manifests name it
-(`storage_backends.topic_manifest`).
-
-The daemon does nothing by them: they are for people and applications. An object is written once, before the manifest
-that names it, and is never changed: manifests carry its reference on until the properties change.
+Properties are for people and applications; the daemon does nothing with them. Their object is written once, before the
+manifest that names it, and never changed: manifests carry its reference until the properties change.
 """
 
 from __future__ import annotations
@@ -59,7 +44,10 @@ from storage_backends.formats.row_columns import U64
 def redeliveries_to_stored(
     pages: PageTable, cut: RedeliveryCut
 ) -> tuple[tuple[manifest.Redeliveries, ...], tuple[manifest.LevelRows, ...]]:
-    """What progress says of the cut. `pages`: of any of the topic's indexes. O(n): runs in an executor."""
+    """Return the part of progress on redeliveries and delay levels. O(n): runs in an executor.
+
+    `pages` are those of any index of the topic.
+    """
     zstd = segment.compressor()
     by_id = sorted(cut.subscriptions, key=operator.attrgetter("subscription_id"))
     redeliveries = (_redeliveries(pages, each, zstd) for each in by_id)
@@ -69,7 +57,7 @@ def redeliveries_to_stored(
 def _redeliveries(
     pages: PageTable, cut: SubscriptionCut, zstd: zstandard.ZstdCompressor
 ) -> manifest.Redeliveries | None:
-    """None when there is nothing to say."""
+    """Return the redeliveries of a subscription, or None if there are none."""
     stored = manifest.Redeliveries(
         subscription_id=cut.subscription_id,
         nacked=_nacked(pages, cut.nacked, zstd),
@@ -115,7 +103,7 @@ def _dead_letters(frozen: FrozenDeadLetters, zstd: zstandard.ZstdCompressor) -> 
 
 
 def _levels(pages: PageTable, levels: Iterable[tuple[int, int, BitMap64]]) -> tuple[manifest.LevelRows, ...]:
-    """A level of an index may come several times, with other positions."""
+    """Join the positions of each level of an index, which may be given several times with other positions."""
     joined: dict[tuple[int, int], list[BitMap64]] = {}
     for index_id, level, keys in levels:
         if keys:
@@ -127,7 +115,7 @@ def _levels(pages: PageTable, levels: Iterable[tuple[int, int, BitMap64]]) -> tu
 
 
 def _by_index(pages: PageTable, keys: BitMap64) -> Iterator[tuple[int, BitMap64]]:
-    """The keys of each index that the set has any of, by index id."""
+    """Yield the keys of each index that the set has any of, by index id."""
     owners = np.unique(pages.places.owners_of(ordinals_of(pages_of(keys))))
     if len(owners) < 2:
         yield from ((owner, keys) for owner in owners.tolist())
@@ -142,7 +130,7 @@ def _by_index(pages: PageTable, keys: BitMap64) -> Iterator[tuple[int, BitMap64]
 
 
 def restore_redeliveries(topic: TopicState, progress: manifest.Progress) -> None:
-    """Puts what progress says into a topic that has its rows. Raises Corruption."""
+    """Add what progress has on redeliveries to a topic that has its rows. Raises Corruption."""
     for stored in progress.redeliveries:
         if stored.subscription_id not in topic.subscriptions:
             continue
@@ -164,7 +152,7 @@ def restore_redeliveries(topic: TopicState, progress: manifest.Progress) -> None
 
 
 def _nacked_of(topic: TopicState, stored: manifest.Redeliveries) -> tuple[KeyedRows, U64]:
-    """Those of pages that are known, and when they come back."""
+    """Return the nacked rows whose pages are known, and when they are redelivered (Unix ms)."""
     parts, times = [], [np.empty(0, np.uint64)]
     for each in stored.nacked:
         rows, redeliver_at_ms = redelivery_columns.decode_nacked(each)
@@ -188,21 +176,22 @@ def _planes_of(topic: TopicState, stored: manifest.Redeliveries) -> list[BitMap6
 
 
 def _pages(topic: TopicState, subscription_id: int, index_id: int) -> PageTable | None:
-    """The pages of an index that serves the subscription, if there is one."""
+    """Return the pages of an index, or None if it does not serve the subscription."""
     index = topic.indexes.get(index_id) if index_ids.serves(index_id, subscription_id) else None
     return None if index is None else index.pages
 
 
 def progress_of_topic(pages: PageTable, bits: Iterable[BucketBits], redelivery: RedeliveryCut) -> Progress:
-    """The progress of a topic as of one slot. O(n): runs in an executor."""
+    """Return the progress of a topic as of one slot. O(n): runs in an executor."""
     stored = progress_to_stored(pages, bits)
     of_subscriptions, levels = redeliveries_to_stored(pages, redelivery)
     return dataclasses.replace(stored, redeliveries=of_subscriptions, levels=levels)
 
 
 def progress_to_stored(pages: PageTable, bits: Iterable[BucketBits]) -> Progress:
-    """The part of a progress on buckets; those of which nothing is gone or acknowledged are left out. O(n): runs in an
-    executor.
+    """Return the part of progress on buckets. O(n): runs in an executor.
+
+    Buckets of which nothing is gone or acknowledged are left out.
     """
     buckets = []
     for each in bits:
@@ -228,10 +217,10 @@ def acknowledged_from_stored(pages: PageTable, stored: Iterable[SubscriptionProg
 def progress_of_bucket(
     name: str, kept: Sequence[KeptRows], by_bucket: Mapping[str, BucketProgress]
 ) -> BucketProgress | None:
-    """What is stored of a live bucket; None when nothing is. `kept`: of a merged one; `by_bucket`: all that is stored.
+    """Return the stored progress of a live bucket, or None if there is none.
 
-    Of what is stored under the name of a source, the rows that were kept of it count. Nothing is decoded when no source
-    is named.
+    `kept` are the rows of each source that a merged bucket kept; `by_bucket` is all stored progress. Progress under the
+    name of a source applies to the rows that were kept of it. Nothing is decoded if no source is named.
     """
     own = by_bucket.get(name)
     sources = [each for each in kept if each.source in by_bucket]
@@ -250,8 +239,9 @@ def progress_of_bucket(
 
 
 def progress_of_manifest(store: object_store.ObjectStore, tip: manifest.TopicManifest) -> Progress:
-    """The progress as of the manifest's `applied`, inline or from its object. Raises Corruption when the object is
-    damaged or missing, and the store's errors.
+    """Return the progress as of the manifest's `applied`, inline or from its object.
+
+    Raises Corruption if the object is damaged or missing, and the store's errors.
     """
     try:
         return bucket_reading.progress_of(store, tip)
@@ -259,12 +249,12 @@ def progress_of_manifest(store: object_store.ObjectStore, tip: manifest.TopicMan
         raise Corruption(f"progress {error}") from error
 
 
-# By subscription id, of those that have any.
+# Subscription id -> its properties, if it has any
 PropertiesById = Mapping[int, NamedValues]
 
 
 def read_properties(store: object_store.ObjectStore, reference: ObjectReference) -> PropertiesById:
-    """What the object holds. Raises Corruption when it is damaged or missing, and the store's errors."""
+    """Read the object. Raises Corruption if it is damaged or missing, and the store's errors."""
     try:
         body = store.get(reference.name)
         manifest.check_bytes(reference, body, "properties")
@@ -279,7 +269,7 @@ def read_properties(store: object_store.ObjectStore, reference: ObjectReference)
 def write_properties(
     store: object_store.ObjectStore, properties: PropertiesById, *, key: str, base: int
 ) -> ObjectReference:
-    """Puts the object. May be repeated: it is the same."""
+    """Put the object. May be repeated: it is the same."""
     of_subscriptions = (
         manifest.SubscriptionProperties(subscription_id=number, properties=named)
         for number, named in sorted(properties.items())

@@ -1,24 +1,15 @@
-"""Requests on positions that were handed out: acknowledging them, and keeping them longer.
+"""Decides requests on delivered positions: acknowledgements, longer ack time-outs, negative acknowledgements.
 
-Owns: the moment at which such a request is decided, finding in the backlog what is in nobody's hand, and that the
-answer waits for what it says.
-Does not own: the decisions (`daemon.core.decisions.ack_decisions`), negative acknowledgements
-(`negative_acknowledging`), the ends of leases (`leases`), and slots (`shard_staging`).
+`AckRequests` finds the moment at which a request is decided, finds in the backlog the positions that no dispatcher
+holds, and answers once the result is durable. A position that a staged negative acknowledgement names is held by no
+dispatcher until that is applied: requests that name it wait.
 
-A position that a staged negative acknowledgement names is in no hand until that is applied: whoever names it waits.
+`NackRequests` checks negative acknowledgements, applies the current delays, and nacks rows after their ack time-out. A
+topic has one timer for ack time-outs, set only while a row is IN_FLIGHT in a subscription that has a time-out. Overdue
+rows are nacked in portions, each after the one before is durable. A new policy applies to new negative acknowledgements
+only; a NACKED row keeps its time.
 
-Negative acknowledgements of one topic: asked for by a dispatcher, or by an ack time-out.
-
-Owns: what a request may ask for, the delays that hold for a subscription now, looking for what was IN_FLIGHT for too
-long, and that the answer waits for what it says.
-Does not own: the decisions (`daemon.core.decisions.nack_decisions`), the moment at which a request is decided
-(`acknowledging`), what a policy and a level say (`daemon.core.decisions.redelivery_policy`,
-`daemon.core.index.delay_levels`), waking when a position comes back (`served_topic`), and dead letters that are there
-(`topic_dead_letters`).
-
-A topic has one timer for ack time-outs, set only while a row is IN_FLIGHT in a subscription that has a time-out.
-Overdue rows are nacked in portions, each after the one before is durable. A new policy applies to new negative
-acknowledgements; a NACKED row keeps its time.
+`daemon.core.decisions` makes the decisions; `served_topic` wakes when a position is redelivered.
 """
 
 from __future__ import annotations
@@ -51,19 +42,20 @@ NONE_IGNORED = Ignored.nothing()
 
 
 class AckRequests:
-    """The acknowledgements of one topic, and the moment of every request that names what was handed out."""
+    """The acknowledgements of one topic, and the moment of every request that names delivered positions."""
 
     def __init__(self, topic: TopicPort, environment: Environment) -> None:
         self._topic = topic
         self._environment = environment
-        # Requests that wait for their moment: none that comes behind them is decided before.
+        # Requests that wait for their moment: no later one is decided before them.
         self._undecided: set[object] = set()
-        # Who waits for a slot, and with how many rows.
+        # Slot -> the answers that wait for it, with their numbers of rows
         self._waiting: dict[asyncio.Future[int], list[tuple[asyncio.Future[Ignored], int]]] = {}
 
     def acknowledge(self, state: SubscriptionState, claims: HeldPositions, *, awaited: bool) -> Awaitable[Ignored]:
-        """Acknowledges hand-outs of positions; what was ignored, when that is durable. Raises NotFound, and what
-        refuses the request, at once or when it is awaited.
+        """Acknowledge deliveries of positions; return the ignored ones, once that is durable.
+
+        Raises NotFound, and the error that refuses the request, at once or when it is awaited.
         """
         self.check(claims)
         if self._is_now(state, claims):
@@ -78,8 +70,10 @@ class AckRequests:
         *,
         is_forwarded: bool = False,
     ) -> Awaitable[T]:
-        """Has a request that names positions decided: now, where it need not wait for its moment and none that came
-        before it does; what comes of it. `decide`: decides before it awaits anything. `is_forwarded`: see `decidable`.
+        """Decide a request that names positions; return its result.
+
+        It is decided now, unless it must wait for its moment or an earlier request waits. `decide` decides before it
+        awaits anything. For `is_forwarded` see `decidable`.
         """
         if self._is_now(state, named, is_forwarded=is_forwarded):
             return decide()
@@ -103,7 +97,7 @@ class AckRequests:
         *,
         is_forwarded: bool = False,
     ) -> Awaitable[T]:
-        """Decide a request in its turn; return what comes of it."""
+        """Decide a request in its turn; return its result."""
         turn = object()
         self._undecided.add(turn)
 
@@ -121,7 +115,7 @@ class AckRequests:
         topic, slots = self._topic, self._topic.slots
         slots.check_accepting()
         records, rest = topic.core.acknowledging.stage(state, claims)
-        # What comes behind by its key waits until this is durable.
+        # Later rows of the same key wait until this is durable.
         slot = slots.stage(*records, awaited=awaited, may_wait=not state.is_by_key) if records else None
         if state.ready_rows or state.key_shared is not None:
             # There may be room IN_FLIGHT again.
@@ -139,7 +133,10 @@ class AckRequests:
         *,
         awaited: bool,
     ) -> Ignored:
-        """Looks in the backlog for what is in nobody's hand. `slot`: of what was; None where nothing was."""
+        """Look in the backlog for `rest`, positions that no dispatcher holds.
+
+        `slot` is that of the others, or None if there were none.
+        """
         core, slots = self._topic.core, self._topic.slots
         ignored = Ignored.nothing()
         if len(rest):
@@ -155,7 +152,10 @@ class AckRequests:
         return ignored
 
     def _answer_with(self, slot: asyncio.Future[int], rows: int) -> asyncio.Future[Ignored]:
-        """Ends with the slot: no task waits for that, and all acknowledgements of the topic in it end together."""
+        """Return a future that ends with the slot.
+
+        No task waits for it, and all acknowledgements of the topic in the slot end together.
+        """
         waiting = self._waiting.get(slot)
         if waiting is None:
             waiting = self._waiting[slot] = []
@@ -167,7 +167,7 @@ class AckRequests:
     def _slot_ended(self, slot: asyncio.Future[int]) -> None:
         error, acknowledged = slot.exception(), 0
         for answer, rows in self._waiting.pop(slot):
-            # Whoever waited may have gone.
+            # The caller may have gone.
             if answer.done():
                 continue
             if error is not None:
@@ -178,7 +178,7 @@ class AckRequests:
         self._environment.metrics.acknowledged(self._topic.core.name, acknowledged=acknowledged, ignored=0)
 
     def extend(self, state: SubscriptionState, claims: HeldPositions, holders: Collection[int]) -> Awaitable[Ignored]:
-        """The ack time-out of what `holders` have begins anew; what they do not have."""
+        """Restart the ack time-out of positions that `holders` have; return those that they do not have."""
         self.check(claims)
         return self.decided(state, claims, lambda: self._extend(state, claims, holders))
 
@@ -193,17 +193,17 @@ class AckRequests:
         return ignored
 
     def check(self, claims: HeldPositions) -> None:
-        """Checks how many positions are named and that batch indexes fit their entries. Raises InvalidArgument."""
+        """Check how many positions are named and that batch indexes fit their entries. Raises InvalidArgument."""
         limits.check_rows("entry_id", len(claims.entry_id), self._environment.request_limits.rows_max)
         if claims.batch_index is not None:
             limits.check_batch_index(claims.entry_id, claims.batch_index)
 
     async def decidable(self, state: SubscriptionState, named: HeldPositions, *, is_forwarded: bool = False) -> bool:
-        """Returns when requests pass and nothing that is staged names the positions: decide before awaiting anything.
-        Whether a slot was waited for.
+        """Wait until requests pass and nothing staged names the positions; return whether it awaited a slot.
 
-        `is_forwarded`: they come again also when they have left; so their leaving is waited for, and a row that is
-        being added again. Raises NotFound, and Unavailable when the moment does not come.
+        Decide before awaiting anything. With `is_forwarded` the positions come again even if they have left, so it
+        waits for their departure, too, and for a row that is being added again. Raises NotFound, and Unavailable if the
+        moment does not come.
         """
         topic = self._topic
         await topic.gate.passed()
@@ -219,7 +219,7 @@ class AckRequests:
 
     @contextlib.asynccontextmanager
     async def _in_time(self, what: str) -> AsyncIterator[None]:
-        """Raises Unavailable when it takes too long."""
+        """Raise Unavailable if it takes too long."""
         try:
             async with asyncio.timeout(STALL_ANSWER_S):
                 yield
@@ -229,17 +229,17 @@ class AckRequests:
     async def find(
         self, state: SubscriptionState, claims: HeldPositions, named: HeldPositions, *, is_forwarded: bool = False
     ) -> KeyedRows:
-        """Claimed rows that are due: READY, NACKED, held over from an earlier stream, or IN_FLIGHT.
+        """Find claimed rows that are due: READY, NACKED, held over from an earlier stream, or IN_FLIGHT.
 
-        When this returns, a request that names the positions may be decided, as after `decidable`. `is_forwarded`: as
-        there; with time 0 a row of any time is meant then. Raises Unavailable when what is due cannot be read.
+        When this returns, a request that names the positions may be decided, as after `decidable`. With `is_forwarded`,
+        time 0 means a row of any time. Raises Unavailable if due rows cannot be read.
         """
         seen: SeenRows = {}
         while True:
-            # What a former owner handed out may not have been passed here, nor what was added again.
+            # Rows that a former owner delivered may not have been passed here, nor rows that were added again.
             async with self._in_time("what is due could not be read"):
                 await self._topic.settle_due()
-            # Also where nothing will be found: of that some requests decide something.
+            # Even if nothing will be found: some requests decide something about such positions.
             if await self.decidable(state, named, is_forwarded=is_forwarded):
                 continue
             if not len(self._topic.core.in_backlog(state, claims)):
@@ -250,9 +250,9 @@ class AckRequests:
             await self._topic.load(missing)
 
     async def answerable(self, ignored: Ignored) -> None:
-        """Returns when a request that ignored these positions, and whose slots are durable, may be answered."""
+        """Wait until a request that ignored these positions, and whose slots are durable, may be answered."""
         if len(ignored):
-            # What was not in the backlog may have left it by a decision of a later slot.
+            # Positions not in the backlog may have left it by a decision of a later slot.
             await self._topic.slots.confirmed()
         await self._topic.alone()
 
@@ -260,14 +260,14 @@ class AckRequests:
 log = logging.getLogger(__name__)
 
 TEXT_MAX_BYTES = 1_024
-# What is IN_FLIGHT too long is looked for after this part of its time-out, within these limits.
+# Checks for overdue rows in each ack time-out, and the limits of the time between two checks
 LOOKS_A_TIMEOUT = 4
 LOOK_LEAST_S = 0.05
 LOOK_MOST_S = 1.0
 
 
 class NackRequests:
-    """Redelivery in one topic: what dispatchers negatively acknowledge, and what is IN_FLIGHT for too long."""
+    """Redelivery in one topic: negative acknowledgements of dispatchers, and ack time-outs."""
 
     def __init__(self, topic: TopicPort, acks: AckRequests, environment: Environment) -> None:
         self._topic = topic
@@ -283,9 +283,9 @@ class NackRequests:
     # ---- requests
 
     def negative_acknowledge(self, state: SubscriptionState, nack: Nack, *, awaited: bool) -> Awaitable[NackOutcome]:
-        """Has positions come back later, or makes them dead letters; what became of them, when that is durable.
+        """Redeliver positions later, or make them dead letters; return the outcome, once that is durable.
 
-        `awaited`: whether anybody waits for it; else it may ride along with the next slot. Raises InvalidArgument,
+        Without `awaited` no caller waits, and it may ride along with the next slot. Raises InvalidArgument,
         DelayTooLong, NotFound and QuotaExceeded, at once or when it is awaited.
         """
         batch = self._checked(nack)
@@ -303,7 +303,7 @@ class NackRequests:
         topic, redelivery, slots = self._topic, self._topic.core.redelivery, self._topic.slots
         slots.check_accepting()
         if batch.positions.batch_index is not None or is_forwarded:
-            # They may be rows of their own.
+            # The positions may get rows of their own.
             topic.check_room()
         records, left = redelivery.stage(state, batch, self.terms(state))
         topic.take_back(state)
@@ -323,7 +323,10 @@ class NackRequests:
         is_forwarded: bool,
         awaited: bool,
     ) -> NackOutcome:
-        """Looks in the backlog for what is `left` in nobody's hand. `records`, `slot`: of what was."""
+        """Look in the backlog for `left`, positions that no dispatcher holds.
+
+        `records` and `slot` are those of the others.
+        """
         topic, redelivery, slots = self._topic, self._topic.core.redelivery, self._topic.slots
         ignored = Ignored.nothing()
         if len(left.positions):
@@ -348,7 +351,7 @@ class NackRequests:
         return outcome
 
     def _checked(self, nack: Nack) -> NackBatch:
-        """The request with absolute delays. Raises InvalidArgument, DelayTooLong."""
+        """Check the request; return it with delays in ms. Raises InvalidArgument, DelayTooLong."""
         positions = nack.positions
         self._acks.check(positions)
         limits.check_distinct(positions.ledger_id, positions.entry_id, positions.batch_index)
@@ -365,7 +368,7 @@ class NackRequests:
         return NackBatch(positions, delay_ms, nack.key_hash, reject=nack.reject, text=text, forwarded=nack.forwarded)
 
     def terms(self, state: SubscriptionState) -> RedeliveryTerms:
-        """What holds for redeliveries of a subscription now."""
+        """Return the terms of redeliveries that apply to a subscription now."""
         policy, settings, environment = state.stored.policy, self._topic.settings, self._environment
         redelivery = policy.redelivery or self._default
         bits = policy.nack_precision_bits
@@ -389,12 +392,12 @@ class NackRequests:
     # ---- ack time-outs
 
     def watch(self, state: SubscriptionState) -> None:
-        """Something is IN_FLIGHT, or the policy is another one. Costs nothing where there is no time-out."""
+        """Watch for ack time-outs, since rows are IN_FLIGHT or the policy changed. Free if there is no time-out."""
         if state.stored.policy.ack_timeout_ms is not None:
             self._arm()
 
     def _arm(self) -> None:
-        """The next look, if something may be IN_FLIGHT for too long by then."""
+        """Set the timer for the next check, if rows may be IN_FLIGHT for too long by then."""
         if self._timer is not None or self._looking is not None or self._closed:
             return
         timeouts_ms = [timeout_ms for state in self._states() if (timeout_ms := _timeout_ms(state)) is not None]
@@ -421,13 +424,13 @@ class NackRequests:
         self._arm()
 
     async def _nack_overdue(self) -> None:
-        """Nacks what was IN_FLIGHT for too long, portion by portion, each when the one before is durable."""
+        """Nack rows IN_FLIGHT for too long, portion by portion, each after the one before is durable."""
         for state in self._states():
             while await self._nack_portion(state):
                 await self._topic.pace.give_way()
 
     async def _nack_portion(self, state: SubscriptionState) -> bool:
-        """Whether something was overdue."""
+        """Nack a portion of the overdue rows; return whether there were any."""
         topic, slots = self._topic, self._topic.slots
         await topic.gate.passed()
         timeout_ms = _timeout_ms(state)
@@ -448,7 +451,7 @@ class NackRequests:
         return True
 
     def _count_dead_letters(self, records: Sequence[Record]) -> int:
-        """How many positions became dead letters."""
+        """Count positions that became dead letters in the metrics; return how many."""
         dead_rows = 0
         for record in records:
             if isinstance(record, DeadLetterRecord):
@@ -460,7 +463,7 @@ class NackRequests:
         return list(self._topic.core.subscriptions.values())
 
     def close(self) -> None:
-        """The topic is served here no longer."""
+        """Stop, since the topic is no longer served here."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -470,5 +473,5 @@ class NackRequests:
 
 
 def _timeout_ms(state: SubscriptionState) -> int | None:
-    """After how long what is IN_FLIGHT is nacked; None when nothing is, or it never is."""
+    """Return the ack time-out (ms), or None if there is none or no row is IN_FLIGHT."""
     return state.stored.policy.ack_timeout_ms if len(state.in_flight) else None

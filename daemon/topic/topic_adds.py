@@ -1,18 +1,16 @@
-"""Adds to one topic: when they are decided, and when their callers hear that they are durable.
+"""Decides adds to one topic and answers callers once rows are durable.
 
-Owns: the rows that wait for their decision, and the answers of each slot.
-Does not own: the decision (`daemon.core.decisions.add_decisions`), quotas (`topic_quotas`), slots (`shard_staging`).
-
-One callback of a slot answers all adds in it: an add costs neither a task nor a wait of its own. Rows that are requests
-by themselves are decided together: what numpy costs a call, it costs for all of them.
+`served_topic` alone uses it; it stands apart because it collects the rows of many requests before it decides them. One
+callback of a slot answers all adds in it: an add costs neither a task nor a wait of its own. Rows that are requests by
+themselves are decided together, so that they share the cost of each numpy call.
 
 | rows of such requests that are not durable yet | such a row is decided |
 |---|---|
 | none | in this turn of the loop, with those of the same turn |
-| some | when they are durable and for 1 ms none has come, or at the tenth look, one a ms |
+| some | once they are durable and none has come for 1 ms, or at the tenth check, one per ms |
 
-So a slot is wanted less often, which is most of what a row costs. A row of which more may have to be said than that
-it is new or a duplicate goes by itself.
+This takes fewer slots, which are most of the cost of a row. A row whose outcome may be more than "new" or "duplicate"
+is decided alone.
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ from storage_backends.formats.row_columns import Rows
 
 log = logging.getLogger(__name__)
 
-# Whether more rows come is looked at this often, and so many times.
+# Time between two checks whether more rows come (seconds), and the most checks
 LOOK_S = 0.001
 LOOKS_MAX = 10
 
 
 class _Waiting(NamedTuple):
-    """A row that is to be decided, due at `deliver_at_ms`, and whoever waits for it."""
+    """A row that waits for its decision, due at `deliver_at_ms`, and the answer to its caller."""
 
     row: AddRow
     deliver_at_ms: int
@@ -51,35 +49,35 @@ class _Waiting(NamedTuple):
 
 
 class _Decided(NamedTuple):
-    """What became of an add when it is durable, and whoever waits for it."""
+    """The outcome of an add when it is durable, and the answer to its caller."""
 
     outcome: AddOutcome
     answer: asyncio.Future[AddOutcome]
 
 
 class TopicAdds:
-    """The adds of one topic. Futures that it gives may be cancelled: what was to be added is added all the same."""
+    """The adds of one topic. The futures that it returns may be cancelled: the rows are added nevertheless."""
 
     def __init__(self, topic: TopicPort, withdrawals: TopicWithdrawals, environment: Environment) -> None:
         self._topic = topic
         self._withdrawals = withdrawals
         self._environment = environment
         self._loop = asyncio.get_running_loop()
-        # The slot that was staged last, until it is durable, and what is answered with it.
+        # The slot that was staged last, until it is durable, and the adds that are answered with it
         self._slot: asyncio.Future[int] | None = None
         self._with_slot: list[_Decided] = []
         self._waiting: list[_Waiting] = []
-        # Of those, how many there were at the last look, when the next one is, and how many there may be.
+        # The number of waiting rows at the last check, the time of the next one, and how many checks are left
         self._seen = 0
         self._look_s = 0.0
         self._looks_left = 0
-        # The last slot with such rows.
+        # The last slot with rows that are requests by themselves
         self._rows_slot: asyncio.Future[int] | None = None
 
     # ---- requests
 
     async def add(self, batch: AddBatch, subscription: str | None = None, caller: Caller | None = None) -> AddOutcome:
-        """Adds rows for every subscription, or for one alone. Raises NotFound, QuotaExceeded."""
+        """Add rows for every subscription, or for one alone. Raises NotFound, QuotaExceeded."""
         topic = self._topic
         await topic.quotas.counted()
         await topic.gate.passed()
@@ -87,8 +85,9 @@ class TopicAdds:
         return await self._decide(batch, subscription, caller)
 
     def add_at_once(self, batch: AddBatch, caller: Caller | None) -> asyncio.Future[AddOutcome] | None:
-        """Adds rows for every subscription; the future ends as `add` does. None: `add` would wait for something before
-        it decides. Raises QuotaExceeded, and TopicFailed where an invariant is broken.
+        """Add rows for every subscription; return a future, or None if `add` would have to wait to decide.
+
+        The future ends as `add` does. Raises QuotaExceeded, and TopicFailed if an invariant is broken.
         """
         topic = self._topic
         if not (topic.quotas.are_counted and topic.gate.is_open) or topic.core.indexes.leaving:
@@ -125,8 +124,9 @@ class TopicAdds:
     # ---- rows that are requests by themselves
 
     def add_row(self, row: AddRow, caller: Caller) -> asyncio.Future[AddOutcome] | None:
-        """Adds a row; the future ends as `add` does. None: the row goes by itself, since its time has come or may not
-        be.
+        """Add a row; return a future, or None if the row is decided alone.
+
+        That is so if its time has come or may be invalid. The future ends as `add` does.
         """
         now_ms = self._environment.clock.now_ms()
         deliver_at_ms = now_ms + (row.delay_ms or 0) if row.deliver_at_ms is None else row.deliver_at_ms
@@ -156,10 +156,10 @@ class TopicAdds:
 
     def _look(self) -> None:
         now_s, rows = self._loop.time(), len(self._waiting)
-        # A loop that comes late to its look has more to do, and may not have come to the rows that are there.
+        # A loop that is late for its check is busy, and may not have come to rows that have arrived.
         may_come = self._on_their_way or rows > self._seen or now_s > self._look_s + LOOK_S
         if may_come and self._looks_left:
-            # Whoever is answered meanwhile may come again.
+            # Callers that are answered meanwhile may send again.
             self._look_later(now_s, 0 if self._on_their_way else rows)
         else:
             self._decide_rows()
@@ -174,11 +174,11 @@ class TopicAdds:
                     asyncio.ensure_future(self._by_itself(each)).add_done_callback(functools.partial(_tell, each))
         except InvariantViolated as error:
             _fail(waiting, self._failed(error))
-        except Exception as error:  # noqa: BLE001 - every caller is told
+        except Exception as error:  # noqa: BLE001 - every caller gets the error
             _fail(waiting, error)
 
     def _may_together(self, waiting: Sequence[_Waiting]) -> bool:
-        """Whether each of the rows is new or a duplicate, and nothing has to be waited for."""
+        """Return whether each of the rows is new or a duplicate, and nothing has to be waited for."""
         topic, core = self._topic, self._topic.core
         return (
             topic.gate.is_open
@@ -212,7 +212,7 @@ class TopicAdds:
     # ---- answers
 
     def _answer_with(self, slot: asyncio.Future[int] | None, decided: Sequence[_Decided]) -> None:
-        """Whoever waits hears of it when the slot is durable. None: nothing was staged, and what was there is."""
+        """Answer callers once the slot is durable; None means that nothing was staged, so a confirmation is enough."""
         if slot is None:
             confirming = asyncio.ensure_future(self._topic.slots.confirmed())
             confirming.add_done_callback(functools.partial(self._durable, decided))
@@ -254,7 +254,7 @@ class TopicAdds:
         )
 
     def _failed(self, error: InvariantViolated) -> TopicFailed:
-        """The topic cannot be relied on any more; what callers are told."""
+        """End the topic, which can no longer be relied on; return the error for callers."""
         self._topic.failed(error)
         return TopicFailed(self._topic.core.name)
 

@@ -1,14 +1,11 @@
-"""Dead letters of one topic's subscriptions: looking at them, delivering them again, forgetting them.
+"""Shows the dead letters of a topic's subscriptions, delivers them again, and forgets them.
 
-Owns: pages of them, that each is replayed or purged once, in portions between which others have their turn, and for how
-long a caller waits.
-Does not own: what becomes a dead letter and what a replay decides (`daemon.core.decisions.dead_letter_decisions`), how
-they are kept and found (`daemon.core.backlog.dead_letter_rows`), and what quotas say (`topic_quotas`).
+A replay or a purge covers the dead letters that exist when it is requested. One that is made meanwhile has a higher id
+and is left alone, so that a message which dies again at once is not replayed again and again. It goes on when its
+caller has gone. It works in portions, between which others have their turn. A portion is one decision, and it is
+applied before the next one of the topic is made: of two concurrent calls each finds what the other has left.
 
-A replay or a purge is about what is a dead letter when it is asked for: what becomes one meanwhile has a higher id and
-is left alone, so that a message which dies again at once is not replayed again and again. It goes on when its caller
-has gone. A portion is one decision, and it is applied before the next one of the topic is made: of two calls that are
-under way at a time each finds what the other has left.
+`daemon.core` makes the decisions and keeps the dead letters.
 """
 
 from __future__ import annotations
@@ -35,18 +32,19 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Dead letters of one decision.
+# Dead letters of one decision
 PORTION_ROWS = 10_000
-# A caller waits so long for its replay or purge.
+# Time that a caller waits for its replay or purge (seconds)
 ANSWER_S = 60.0
-# After so long a page ends early.
+# Time after which a page ends early (seconds)
 LOOK_S = 30.0
-# What has begun, and finds no room for more, looks again after so long.
+# Time until a replay or purge that has begun, and finds no room, tries again (seconds)
 ROOM_S = 0.2
 
 
 def check_filter(asked: DeadLetterFilter, *, ids_max: int) -> None:
-    """Checks a filter: at most `ids_max` ids that ascend, its range of ledgers, and its times.
+    """Check a filter: at most `ids_max` ascending ids, its range of ledgers, and its times.
+
     Raises InvalidArgument.
     """
     if asked.ids is not None:
@@ -65,8 +63,9 @@ def check_filter(asked: DeadLetterFilter, *, ids_max: int) -> None:
 
 @dataclasses.dataclass(slots=True)
 class _Left:
-    """What a replay or a purge has not looked at: ids above `after_id`, None when there is nothing left, up to
-    `last_id`. `begun`: some of it is decided.
+    """The dead letters that a replay or a purge has not read yet: ids above `after_id` up to `last_id`.
+
+    `after_id` is None if none is left. `begun` is true if some of it is decided.
     """
 
     asked: DeadLetterFilter
@@ -86,7 +85,7 @@ class TopicDeadLetters:
     async def page(
         self, state: SubscriptionState, asked: DeadLetterFilter, page_size: int, after_id: int
     ) -> DeadLetterPage:
-        """The dead letters that are asked for with a higher id, ascending. Raises NotFound, InvalidArgument."""
+        """Return the requested dead letters with a higher id, ascending. Raises NotFound, InvalidArgument."""
         limit = limits.page_rows(page_size)
         clock = self._environment.clock
         as_of_ms, until_s = clock.now_ms(), clock.elapsed_s() + LOOK_S
@@ -103,10 +102,9 @@ class TopicDeadLetters:
             self._topic.check_there(state)
 
     async def replay(self, state: SubscriptionState, asked: DeadLetterFilter, *, delay_ms: int) -> Replayed:
-        """Dead letters become rows of the subscription again, due in `delay_ms` from now; returns when that is
-        durable.
+        """Make dead letters rows of the subscription again, due in `delay_ms` from now; return once durable.
 
-        Raises NotFound, DelayTooLong, QuotaExceeded; OutcomeUnknown when it takes long: it goes on.
+        Raises NotFound, DelayTooLong, QuotaExceeded; OutcomeUnknown if it takes long: it goes on.
         """
         delay_max_ms = self._topic.settings.request_limits.delay_max_ms
         if delay_ms > delay_max_ms:
@@ -114,8 +112,9 @@ class TopicDeadLetters:
         return await self._answered("replay", self._replay(state, asked, self._environment.clock.now_ms() + delay_ms))
 
     async def purge(self, state: SubscriptionState, asked: DeadLetterFilter) -> int:
-        """Forgets the dead letters that are asked for; how many, when that is durable. Raises NotFound, and as
-        `replay`.
+        """Forget the requested dead letters; return how many, once that is durable.
+
+        Raises NotFound, and as `replay`.
         """
         return await self._answered("purge", self._purge(state, asked))
 
@@ -124,7 +123,7 @@ class TopicDeadLetters:
     async def _replay(self, state: SubscriptionState, asked: DeadLetterFilter, deliver_at_ms: int) -> Replayed:
         topic, left = self._topic, _Left(asked, state.last_dead_letter_id)
         quotas = topic.quotas
-        # No limit refuses such a portion where nothing else is there. A limit of 0 is none.
+        # No limit refuses such a portion if there are no other rows. A limit of 0 means none.
         maxima = quotas.limits.pending_rows_max, quotas.limits.due_rows_per_second_max, quotas.pending.rows_max
         rows_max = min([PORTION_ROWS, *(rows for rows in maxima if rows)])
         replayed_rows = skipped_rows = 0
@@ -165,9 +164,9 @@ class TopicDeadLetters:
     async def _portion(
         self, state: SubscriptionState, left: _Left, rows_max: int, check_room: Callable[[], None]
     ) -> DeadLetterRows:
-        """The next ones, none where so many were looked at that others have their turn first.
+        """Return the next dead letters, none if so many were read that others have their turn first.
 
-        At a moment at which they may be decided: decide before awaiting anything.
+        It returns at a moment at which they may be decided: decide before awaiting anything.
         """
         topic = self._topic
         await asyncio.sleep(0)
@@ -197,7 +196,7 @@ class TopicDeadLetters:
         records: Sequence[Record],
         staged: Callable[[asyncio.Future[int] | None], object] = lambda slot: None,
     ) -> None:
-        """`staged` hears of the slot of the records, None when there is none."""
+        """Stage the records and wait until they are applied. `staged` is called with their slot, or None."""
         slot = self._topic.slots.stage_together(records) if records else None
         staged(slot)
         if slot is not None:
@@ -222,7 +221,7 @@ class TopicDeadLetters:
         return task.result()
 
     def _tell(self, what: str, task: asyncio.Task[Any]) -> None:
-        """The end of what nobody waits for any longer."""
+        """Log the failure of work whose caller has gone."""
         if not task.cancelled() and (error := task.exception()) is not None:
             level = logging.INFO if isinstance(error, TarryError) else logging.ERROR
             log.log(

@@ -1,11 +1,8 @@
-"""The gate of one topic: its requests pass, and a change of the topic as a whole has it for itself.
+"""Lets requests pass, and gives a change of the topic as a whole the topic for itself.
 
-Owns: the turns of changes, that no request passes while one is under way, and who waits how long.
-Does not own: what a change does (`topic_changes`, `topic_changes`).
-
-A request passes the gate and stages what it has decided before it awaits anything: so it stands before a change or
-after it. A change that has begun goes on to its end, whatever becomes of its caller: what it staged may land at any
-time, and until then nothing may pass.
+A request passes the gate and stages its decision before it awaits anything, so it comes either before a change or after
+it. A change that has begun goes on to its end even if its caller goes: its staged decisions may land at any time, and
+no request may pass until then. `daemon.shard.topic_changes` makes the changes.
 """
 
 from __future__ import annotations
@@ -24,14 +21,12 @@ T = TypeVar("T")
 
 
 class TopicGate:
-    """The gate of one topic: requests pass, and a change of the topic as a whole has it for itself. `topic`: its name,
-    for messages.
-    """
+    """The gate of one topic for requests and changes. `topic` is its name, for messages."""
 
     def __init__(self, topic: str, slots: TopicSlots) -> None:
         self._topic = topic
         self._slots = slots
-        # Whether requests pass now.
+        # True if requests pass now.
         self.is_open = True
         self._open = asyncio.Event()
         self._open.set()
@@ -40,9 +35,9 @@ class TopicGate:
         self._ended: Exception | None = None
 
     async def passed(self) -> None:
-        """Returns when requests pass; without awaiting anything when they pass now.
+        """Wait until requests pass; await nothing if they pass now.
 
-        Raises Unavailable when a change takes too long, and what ended the topic.
+        Raises Unavailable if a change takes too long, and the error that ended the topic.
         """
         if not self._open.is_set() and self._ended is None:
             try:
@@ -55,11 +50,11 @@ class TopicGate:
             raise self._ended
 
     async def change(self, work: Callable[[], Coroutine[Any, Any, T]], *, closed: bool = True) -> T:
-        """Does the work when no other change is under way, and everything that was staged before it is applied.
+        """Do the work once no other change is in flight and everything staged before is applied.
 
-        `closed`: no request passes until it is done. The work may decide and stage until it awaits something, and may
-        take as long as it must. Raises Unavailable when its turn did not come, then nothing was done; OutcomeUnknown
-        when it takes long: it goes on.
+        With `closed` no request passes until it is done. The work may decide and stage until it awaits something, and
+        may take any time. Raises Unavailable if its turn did not come, after which nothing was done, and OutcomeUnknown
+        if it takes long: it goes on.
         """
         await self._begin(closed)
         task: asyncio.Task[T] = asyncio.ensure_future(work())
@@ -79,7 +74,7 @@ class TopicGate:
         return task.result()
 
     def end(self, error: Exception) -> None:
-        """The topic is served here no longer: whoever waits, and whoever comes, gets the error."""
+        """End the gate, since the topic is no longer served here; waiting and later callers get the error."""
         if self._ended is not None:
             return
         self._ended = error
@@ -121,7 +116,7 @@ class TopicGate:
         self._leave()
 
     def _tell(self, task: asyncio.Task[Any]) -> None:
-        """The end of a change whose caller has gone."""
+        """Log the failure of a change whose caller has gone."""
         if not task.cancelled() and (error := task.exception()) is not None:
             level = logging.INFO if isinstance(error, TarryError) else logging.ERROR
             log.log(level, "topic %s: a change that nobody waits for any longer failed: %r", self._topic, error)

@@ -1,9 +1,8 @@
-"""The manifests of shards and topics as the engine uses them.
+"""Commits and reads the manifests of topics, retrying until the outcome is certain.
 
-Owns: making their logs, the newest manifest of a topic that this owner knows, the order of its own commits, a commit
-in the name of this daemon, and trying until the outcome is certain.
-Does not own: the primitive (`storage_backends.commit`) and the operations (`storage_backends.topic_manifest`,
-`daemon.shard.range_operations`).
+It keeps the newest manifest of a topic that this owner knows, and orders the owner's commits. `storage_backends.commit`
+is the primitive, `storage_backends.topic_manifest` has the operations. `shard_log` and `commit_once` are used for shard
+manifests, too.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from storage_backends.object_store import Damaged
 
 log = logging.getLogger(__name__)
 
-# One attempt to find out what became of a commit; an uncertain one is tried again with the same operation.
+# Time of one attempt to commit (seconds); an uncertain one is tried again with the same operation.
 DEADLINE_S = 30.0
-# So much of what was found damaged stands in a manifest.
+# Longest description of damage in a manifest (characters)
 DAMAGE_CHARACTERS_MAX = 500
 
 Operation = commit.Operation[TopicManifest]
@@ -33,7 +32,7 @@ M = TypeVar("M", bound=commit.Headed)
 
 
 def shard_log(environment: Environment, shard: int) -> commit.ManifestLog[ShardManifest]:
-    """The manifests of a shard."""
+    """Return the manifests of a shard."""
     return shard_manifests.shard_log(
         environment.store,
         shard,
@@ -68,7 +67,7 @@ def commit_once(
     just_read: bool = False,
     deadline_s: float = DEADLINE_S,
 ) -> commit.Tip[M]:
-    """One attempt to commit in the name of this daemon, for a thread. As `commit.commit`."""
+    """Attempt once to commit in the name of this daemon, in a thread. See `commit.commit`."""
     return commit.commit(
         manifests,
         operation,
@@ -81,12 +80,13 @@ def commit_once(
 
 
 class Overtaken(commit.Refused):
-    """What the operation names is not there any more: another process has merged it. The topic is still ours."""
+    """A refusal because a bucket of the operation was merged by another process. This daemon still owns the topic."""
 
 
 def overtaken(refused: commit.Refused, *, epoch: int) -> Overtaken | None:
-    """An `Overtaken`, if that is what the refusal means for the owner of `epoch`; None: the topic is another's, or no
-    more.
+    """Return an `Overtaken` if the refusal means that for the owner of `epoch`.
+
+    Returns None if the topic has another owner or was deleted.
     """
     tip: commit.Tip[TopicManifest] | None = refused.tip
     if tip is None or tip.manifest.owner_epoch != epoch or tip.manifest.deleted:
@@ -95,8 +95,10 @@ def overtaken(refused: commit.Refused, *, epoch: int) -> Overtaken | None:
 
 
 class TopicManifests:
-    """The manifest sequence of one topic of a shard that is owned under `epoch`. Other processes may merge its buckets:
-    every manifest that is read here may name some that this owner does not serve yet.
+    """The manifests of one topic of a shard that is owned under `epoch`.
+
+    Other processes may merge its buckets: every manifest that is read here may name some that this owner does not serve
+    yet.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class TopicManifests:
     ) -> None:
         self.shard = shard
         self.epoch = epoch
-        # The newest manifest that is known: a warm start for another commit.
+        # The newest known manifest: a warm start for another commit
         self.tip = tip
         self.manifest = tip.manifest
         self.number = tip.number
@@ -120,25 +122,25 @@ class TopicManifests:
         self._under_way: set[asyncio.Task[TopicManifest]] = set()
 
     def saw(self, tip: commit.Tip[TopicManifest]) -> None:
-        """Something else in this process has read or committed it. What is begun from here on is based on it."""
+        """Record a tip that other code in this process has read or committed. Later work is based on it."""
         if tip.number >= self.number:
             self.tip, self.manifest, self.number = tip, tip.manifest, tip.number
 
     @property
     def read_at_s(self) -> float:
-        """When the newest manifest that is known was the tip for certain, by the clock that never steps."""
+        """The last time at which the newest known manifest certainly was the tip (monotonic seconds)."""
         return self.tip.read_at
 
     async def commit(
         self, operation: Callable[[TopicManifest], Operation], *, run: backoff.Run | None = None
     ) -> TopicManifest:
-        """Commits the operation made for the tip; returns when that is certain, however long the store is away: the
-        manifest that holds it, or a later one. `run`: of the pool it uses; that of calls by default.
+        """Commit the operation made for the tip; return the manifest that has it, or a later one.
 
-        It goes on when who waits for it is cancelled: until it is certain, it may land at any time.
+        It retries until that is certain, however long the store is unreachable. `run` uses a pool, that of calls by
+        default. It goes on if its caller is cancelled: until it is certain, it may land at any time.
 
-        Raises Overtaken when what it names was merged; commit.Refused when its precondition fails otherwise, which
-        means for an owner that the epoch is over; Corruption when the tip is damaged.
+        Raises Overtaken if a bucket of it was merged, and Corruption if the tip is damaged. Raises commit.Refused if
+        its precondition fails otherwise, which means for an owner that the epoch is over.
         """
         async with self._turn:
             made = operation(self.tip.manifest)
@@ -162,22 +164,23 @@ class TopicManifests:
     def _over(self, committing: asyncio.Task[TopicManifest]) -> None:
         self._under_way.discard(committing)
         if not committing.cancelled():
-            # Nobody may be waiting any more when it fails.
+            # No caller may be waiting when it fails.
             committing.exception()
 
     async def settled(self) -> None:
-        """Returns when every commit is certain, also those of callers that have gone."""
+        """Wait until every commit is certain, including those of callers that have gone."""
         while self._under_way:
             await asyncio.wait(self._under_way)
 
     def close(self) -> None:
-        """The shard is served here no longer: what is not certain is not tried again."""
+        """Stop retrying uncertain commits, since the shard is no longer served here."""
         for committing in self._under_way:
             committing.cancel()
 
     async def newest(self) -> TopicManifest:
-        """The newest manifest, however long the store is away. Raises commit.Refused when the epoch is over, Corruption
-        when it is damaged.
+        """Return the newest manifest, however long the store is unreachable.
+
+        Raises commit.Refused if the epoch is over, Corruption if it is damaged.
         """
         return await backoff.until_answered(
             self.read,
@@ -188,8 +191,9 @@ class TopicManifests:
         )
 
     async def read(self) -> TopicManifest:
-        """The newest manifest. Raises commit.Refused when the epoch is over, Corruption when it is damaged, and the
-        store's errors.
+        """Read the newest manifest.
+
+        Raises commit.Refused if the epoch is over, Corruption if it is damaged, and the store's errors.
         """
         async with self._turn:
             try:
@@ -212,7 +216,7 @@ async def commit_until_certain(
     warm: commit.Tip[TopicManifest] | None,
     run: backoff.Run | None = None,
 ) -> commit.Tip[TopicManifest]:
-    """Tries the operation until it is committed or refused. The same operation is never applied twice."""
+    """Repeat the operation until it is committed or refused. It is never applied twice."""
 
     def once() -> commit.Tip[TopicManifest]:
         try:

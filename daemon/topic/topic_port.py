@@ -1,4 +1,4 @@
-"""The port through which the parts of a topic use it, so that no part knows the whole.
+"""Defines the port through which the parts of a topic use it, so that no part knows the whole.
 
 `daemon.topic.served_topic` fills it. A part is given its siblings by its constructor.
 """
@@ -45,7 +45,7 @@ class TopicPort(Protocol):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the topic is no longer served here."""
+        """True if the topic is no longer served here."""
         ...
 
     # ---- former owners
@@ -61,7 +61,7 @@ class TopicPort(Protocol):
 
     @property
     def may_send(self) -> bool:
-        """Whether delivered rows may leave now: the epoch is confirmed, and the topic has not ended."""
+        """True if delivered rows may leave now: the epoch is confirmed, and the topic has not ended."""
         ...
 
     def may_hand_out(self, state: SubscriptionState) -> bool:

@@ -1,8 +1,7 @@
-"""The quotas of one topic: whether the rows of a request may come, and counting what is there already.
+"""Checks whether the rows of a request fit into the quotas of a topic, and counts the existing rows.
 
-Owns: the order of the checks, what is staged and not applied yet, and when the rows of each second are counted again.
-Does not own: the figures and the refusals (`daemon.core.quotas`), which limits hold (`topic_settings`), and the rows of
-all topics (`engine`).
+It orders the checks, tracks rows that are staged and not applied yet, and determines when the rows of each second are
+counted again. `daemon.core.quotas` has the figures and the refusals, `topic_settings` the limits.
 """
 
 from __future__ import annotations
@@ -19,13 +18,16 @@ from daemon.errors import QuotaExceeded
 from daemon.runtime.environment import Environment
 from storage_backends.formats.row_columns import U64, Rows
 
-# Somebody who is refused again and again does not have the rows counted more often.
+# Least time between two counts of the rows, even if a client is refused again and again (seconds)
 COUNT_INTERVAL_S = 0.5
 UNLIMITED = QuotaLimits()
 
 
 class TopicQuotas:
-    """`pending`: of all topics of the daemon. `settled` returns when what is staged now is applied."""
+    """The quotas of one topic.
+
+    `pending` counts the rows of all topics of the daemon. `settled` returns when everything staged now is applied.
+    """
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class TopicQuotas:
         self._settled = settled
         self._rates = ClientRates(topic.name, self.limits)
         self._staged_rows = 0
-        # Of decisions that are staged and not applied, by the order in which they were.
+        # Number of a staged decision that is not applied -> its rows by second
         self._staged_due: dict[int, RowsOfSeconds] = {}
         self._last_staged = 0
         self._counting: asyncio.Task[None] | None = None
@@ -55,7 +57,7 @@ class TopicQuotas:
         self.set_limits(limits)
 
     def set_limits(self, limits: QuotaLimits) -> None:
-        """Other limits hold from now on; every client begins anew."""
+        """Set other limits; the rates of all clients start again."""
         if limits == self.limits:
             return
         self.limits = limits
@@ -68,16 +70,16 @@ class TopicQuotas:
 
     @property
     def are_counted(self) -> bool:
-        """Whether it is known how many rows come due in each second, if that is limited."""
+        """True if it is known how many rows come due in each second, or that is not limited."""
         return self.due is None or not self.due.uncounted
 
     async def counted(self) -> None:
-        """Returns when it is known how many rows come due in each second, if that is limited."""
+        """Wait until it is known how many rows come due in each second, if that is limited."""
         if not self.are_counted:
             await asyncio.shield(self._count())
 
     def admission(self, caller: Caller | None, *, now_ms: int) -> QuotaAdmission:
-        """For one request. `caller`: None for whoever is not limited. Raises QuotaExceeded."""
+        """Return the admission of one request; without a `caller` no rate applies. Raises QuotaExceeded."""
         if caller is not None:
             try:
                 self._rates.check(caller.client, self._environment.clock.elapsed_s())
@@ -87,21 +89,21 @@ class TopicQuotas:
         return QuotaAdmission(self, caller, now_ms)
 
     def move(self, *, now_ms: int) -> QuotaAdmission:
-        """For one request that gives other times to rows that are pending: they come due in other seconds."""
+        """Return the admission of a request that gives pending rows other times: they come due in other seconds."""
         return QuotaAdmission(self, None, now_ms, are_pending=True)
 
     def charge(self, caller: Caller, rows: int) -> None:
-        """The caller's request of so many rows is accepted."""
+        """Charge the caller for an accepted request with these rows."""
         now_s = self._environment.clock.elapsed_s()
         self._rates.charge(caller.client, now_s, rows=rows, size_bytes=caller.size_bytes)
 
     @property
     def pending_rows(self) -> int:
-        """Rows of the topic that are pending or on their way."""
+        """The number of rows of the topic that are pending or staged."""
         return self._topic.indexes.pending_rows + self._staged_rows
 
     def check_pending(self, rows: int) -> None:
-        """Checks that so many more rows fit into the limits of the topic and of all topics. Raises QuotaExceeded."""
+        """Check that these rows fit into the limits of the topic and of all topics. Raises QuotaExceeded."""
         try:
             quotas.check_pending(
                 f"topic {self._topic.name}",
@@ -116,7 +118,10 @@ class TopicQuotas:
             raise
 
     def check_due(self, deliver_at_ms: U64, *, now_ms: int) -> RowsOfSeconds | None:
-        """Whether rows may come due at these times: what to hand to `take`. Raises QuotaExceeded."""
+        """Check the due-rate quota. Return the counts for `take`, or None if there are none.
+
+        Raises QuotaExceeded.
+        """
         if self.due is None or not len(deliver_at_ms):
             return None
         coming = RowsOfSeconds.of(deliver_at_ms, now_ms=now_ms)
@@ -129,7 +134,7 @@ class TopicQuotas:
         return coming
 
     def take(self, slot: asyncio.Future[int], *, rows: int, coming: RowsOfSeconds | None) -> None:
-        """Takes room for staged rows, pending and by the second they come due in; they are applied with the slot."""
+        """Take room for staged rows, pending and by the second they come due in; they are applied with the slot."""
         self.pending.accepted(rows)
         self._staged_rows += rows
         self._last_staged += 1
@@ -148,7 +153,7 @@ class TopicQuotas:
     # ---- counting
 
     def _consider_count(self) -> None:
-        """Counts if that is worthwhile, now or when it is time again."""
+        """Count if that is worthwhile, now or when it is time again."""
         if self.due is None or not self.due.wants_count or self._count_later is not None:
             return
         in_s = self._counted_at_s + COUNT_INTERVAL_S - self._environment.clock.elapsed_s()
@@ -165,7 +170,7 @@ class TopicQuotas:
         if due is None:
             return
         if due.uncounted:
-            # What was staged while nothing was counted is counted when it is applied.
+            # Rows staged while nothing was counted are counted after they are applied.
             await self._settled()
         now_ms = self._environment.clock.now_ms()
         indexes = list(self._topic.indexes.values())
@@ -190,10 +195,10 @@ class TopicQuotas:
 
 
 class QuotaAdmission:
-    """The way of one request's rows into the topic: first `admit`, which changes nothing, then `staged`."""
+    """The admission of one request's rows to the topic: first `admit`, which changes nothing, then `staged`."""
 
     def __init__(self, of: TopicQuotas, caller: Caller | None, now_ms: int, *, are_pending: bool = False) -> None:
-        """`are_pending`: the rows are pending now."""
+        """Create an admission; `are_pending` means that the rows are pending now."""
         self._quotas = of
         self._are_pending = are_pending
         self._caller = caller
@@ -202,7 +207,7 @@ class QuotaAdmission:
         self._coming: RowsOfSeconds | None = None
 
     def admit(self, accepted: Sequence[Rows]) -> None:
-        """Whether the rows, those of each index, may come. Raises QuotaExceeded."""
+        """Check that the rows of each index fit into the quotas. Raises QuotaExceeded."""
         limits = self._quotas.limits
         if not self._are_pending and (limits.pending_rows_max or self._quotas.pending.rows_max):
             now_ms = np.uint64(self._now_ms)
@@ -213,7 +218,7 @@ class QuotaAdmission:
             self._coming = self._quotas.check_due(times, now_ms=self._now_ms)
 
     def staged(self, slot: asyncio.Future[int] | None, *, rows: int = 0) -> None:
-        """The rows are staged; None: none was new. `rows`: what the caller is charged for."""
+        """Take room for the staged rows; `slot` is None if none was new. The caller is charged for `rows`."""
         if self._caller is not None:
             self._quotas.charge(self._caller, rows)
         if slot is not None and (self._pending_rows or self._coming is not None):

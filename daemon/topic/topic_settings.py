@@ -1,8 +1,8 @@
-"""What holds for one topic and its subscriptions: the daemon's configuration, and what was set for them.
+"""Determines the settings of one topic and its subscriptions from the configuration and their policies.
 
-Owns: the limits of both kinds of policy, and for topics which of policy and configuration counts.
-Does not own: storing a policy (`topic_changes`), what the settings do, and the defaults of a subscription's policy:
-each stands where it counts (`subscription_state`, `negative_acknowledging`, `requests`).
+It has the limits of both kinds of policy. `daemon.shard.topic_changes` stores a policy. The defaults of a
+subscription's policy are where they apply (`daemon.core.decisions.subscription_state`, `topic_acks`,
+`daemon.owner.requests`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TIME_MAX_MS = 1 << 53
 ROWS_MAX = (1 << 32) - 1
 SIZE_MAX_BYTES = 1 << 53
 QUOTA_MAX = 1 << 53
-# The daemon looks as often at what is due.
+# The longest tick: the daemon checks for due rows at least this often (ms)
 TICK_MAX_MS = 500
 LEASE_MAX_MS = 12 * 3_600_000
 LEASE_DEFAULT_MS = 30_000
@@ -48,7 +48,7 @@ PROPERTIES_MAX = 64
 PROPERTY_NAME_MAX_BYTES = 128
 PROPERTY_VALUE_MAX_BYTES = 1024
 
-# The least and the most of each number of a topic's policy.
+# Field of a topic's policy -> its least and its largest value
 _TOPIC_LIMITS = {
     "delay_max_ms": (1, TIME_MAX_MS),
     "min_index_count_per_bucket": (1, ROWS_MAX),
@@ -67,7 +67,7 @@ _TOPIC_LIMITS = {
     "client_rows_per_second_max": (0, QUOTA_MAX),
     "client_bytes_per_second_max": (0, QUOTA_MAX),
 }
-# Of these 0 is no number that they may have, though it lies between the least and the most.
+# Fields that must not be 0 although their range includes it
 _NOT_ZERO = {
     "max_indexes_per_bucket_snapshot_segment": "a segment has at least one row; -1 is no limit",
     "max_num_buckets": "it is at least 1; -1 is never",
@@ -76,9 +76,11 @@ _NOT_ZERO = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TopicSettings:
-    """In force for one topic. `policy`: as it was set; `effective`: every field filled. `max_num_buckets` is -1 where
-    nothing is merged. `tick_ms`: as it was set; None: the daemon's own (`daemon.runtime.due_loop`). `delay_levels`: as
-    they were set, None: not at all; `levels`: those that count.
+    """The settings in force for one topic.
+
+    `policy` is as it was set, `effective` has every field filled. `max_num_buckets` is -1 if nothing is merged.
+    `tick_ms` is None for the daemon's own (`daemon.runtime.due_loop`). `delay_levels` is as it was set, or None;
+    `levels` are those in force.
     """
 
     policy: TopicPolicy
@@ -98,10 +100,10 @@ class TopicSettings:
 
 
 def settings_of(environment: Environment, policy: TopicPolicy, table: TopicDelayLevels | None = None) -> TopicSettings:
-    """The settings of a topic with this policy and these delay levels; None: the daemon's."""
+    """Return the settings of a topic with this policy and these delay levels; None means the daemon's."""
     set_here = {name: value for name, value in _fields(policy).items() if value is not None}
     effective = _defaults(environment.config) | set_here
-    # A default gives way to what was set: a small bucket has no more rows than it may have.
+    # A default yields to a set value: the least number of rows of a bucket is not above the most.
     rows_min, rows_max = effective["min_index_count_per_bucket"], effective["bucket_rows_max"]
     effective["min_index_count_per_bucket"] = min(rows_min, rows_max)
     segment_limits = storage_settings.segment_limits(environment.config.bucket, policy)
@@ -131,14 +133,14 @@ def settings_of(environment: Environment, policy: TopicPolicy, table: TopicDelay
 
 
 def levels_of(environment: Environment, given: TopicDelayLevels | None, *, delay_max_ms: int) -> DelayLevels:
-    """What a topic's delay levels say; None: the daemon's. Raises InvalidArgument for a table that is wrong."""
+    """Return the delay levels of a topic; None means the daemon's. Raises InvalidArgument for an invalid table."""
     if given is None:
         return environment.delay_levels
     return delay_levels.parse(given.table, clamp=given.clamp, delay_max_ms=delay_max_ms)
 
 
 def _defaults(config: Config) -> dict[str, Any]:
-    """What holds for a topic whose policy says nothing."""
+    """Return the values for a topic whose policy sets nothing."""
     bucket, limits = config.bucket, config.limits
     return {
         "delay_max_ms": limits.delay_max_ms,
@@ -164,7 +166,7 @@ def _defaults(config: Config) -> dict[str, Any]:
 
 
 def check_topic_policy(policy: TopicPolicy) -> None:
-    """Raises InvalidArgument for a value outside its limits, and for values that contradict each other."""
+    """Raise InvalidArgument for a value outside its limits, and for values that contradict each other."""
     values = _fields(policy)
     for name, (least, most) in _TOPIC_LIMITS.items():
         _check_number(name, values[name], least, most)
@@ -177,9 +179,9 @@ def check_topic_policy(policy: TopicPolicy) -> None:
 
 
 def check_subscription_policy(policy: SubscriptionPolicy, *, delay_max_ms: int) -> None:
-    """Raises InvalidArgument for a value outside its limits, and for values that contradict each other.
+    """Raise InvalidArgument for a value outside its limits, and for values that contradict each other.
 
-    `delay_max_ms`: the topic's limit on delays.
+    `delay_max_ms` is the topic's limit on delays.
     """
     _check_number("in_flight_rows_max", policy.in_flight_rows_max, 1, ROWS_MAX)
     _check_number("lease_ms", policy.lease_ms, 1, LEASE_MAX_MS)
@@ -193,7 +195,7 @@ def check_subscription_policy(policy: SubscriptionPolicy, *, delay_max_ms: int) 
 
 
 def check_properties(properties: NamedValues) -> None:
-    """Raises InvalidArgument for too many, and for one whose name or value is too long."""
+    """Raise InvalidArgument for too many properties, and for one whose name or value is too long."""
     if len(properties) > PROPERTIES_MAX:
         raise InvalidArgument(f"properties has {len(properties)} entries; it may have {PROPERTIES_MAX}")
     for name, value in properties:

@@ -1,13 +1,9 @@
-"""Requests that take rows out before they are due, and the moment at which they are decided.
+"""Decides requests that remove rows before they are due, at a moment at which that is safe.
 
-Owns: that no former owner hands out at that moment what was decided to leave, that everything due has been passed, that
-nothing that is staged names the positions, and for how long a request waits for that; also for adds of positions that
-are leaving.
-Does not own: the decision (`daemon.core.decisions.withdrawal_decisions`), passing and loading (`served_topic`), slots
-(`shard_staging`).
-
-A request that finds its moment stages its decision before it awaits anything. Of several that name the same positions
-one is staged with each slot, in the order in which they came.
+At that moment no former owner may deliver what was decided to leave, everything due has been passed, and nothing staged
+names the positions. Adds of positions that are leaving wait, too. A request stages its decision at that moment before
+it awaits anything. If several name the same positions, one is staged with each slot, in the order in which they came.
+`daemon.core.decisions.withdrawal_decisions` makes the decision.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ class TopicWithdrawals:
         self._environment = environment
 
     async def cancel(self, subscription: str | None, ledger_id: U64, entry_id: U64) -> CancelOutcome:
-        """Takes positions out of the indexes; what became of each. Raises NotFound, InvalidArgument."""
+        """Remove positions from the indexes; return the outcome of each. Raises NotFound, InvalidArgument."""
         core = self._topic.core
         asked = await self._decidable(lambda: self._asked(subscription, ledger_id, entry_id))
         rows_max = self._topic.settings.request_limits.rows_max
@@ -50,8 +46,9 @@ class TopicWithdrawals:
         return outcome
 
     async def reschedule(self, subscription: str | None, batch: RescheduleBatch) -> RescheduleOutcome:
-        """Gives positions other times; what became of each. Raises NotFound, InvalidArgument, DelayTooLong and
-        QuotaExceeded.
+        """Give positions other times; return the outcome of each.
+
+        Raises NotFound, InvalidArgument, DelayTooLong and QuotaExceeded.
         """
         topic, core = self._topic, self._topic.core
         await topic.quotas.counted()
@@ -78,7 +75,7 @@ class TopicWithdrawals:
         return outcome
 
     async def none_leaving(self, ledger_id: U64, entry_id: U64) -> None:
-        """Returns when none of the positions is leaving, and requests pass. Raises Unavailable."""
+        """Wait until none of the positions is leaving, and requests pass. Raises Unavailable."""
         withdrawals = self._topic.core.withdrawals
         if not self._topic.core.indexes.leaving:
             return
@@ -92,10 +89,10 @@ class TopicWithdrawals:
         return self._topic.core.withdrawals.asked(ledger_id, entry_id, number)
 
     async def _decidable(self, find: Callable[[], WithdrawalTarget]) -> WithdrawalTarget:
-        """What is asked for, at a moment at which it may be decided: decide before awaiting anything."""
+        """Return the target at a moment at which it may be decided: decide before awaiting anything."""
         topic = self._topic
-        # A former owner that was paused may wake and hand out what is due by then: whatever is decided before may be
-        # untrue before it is answered.
+        # A former owner that was paused may wake and deliver what is due by then: a decision before that may be wrong
+        # before it is answered.
         await topic.alone()
         async with self._in_time():
             while True:
@@ -112,7 +109,7 @@ class TopicWithdrawals:
     async def _durable(
         self, records: Sequence[Record], staged: Callable[[asyncio.Future[int]], object] = lambda slot: None
     ) -> None:
-        """`staged` hears of the slot of the records."""
+        """Stage the records and wait until they are durable. `staged` is called with their slot."""
         slots = self._topic.slots
         if records:
             slot = slots.stage(*records)
@@ -135,7 +132,7 @@ class TopicWithdrawals:
 
     @contextlib.asynccontextmanager
     async def _in_time(self) -> AsyncIterator[None]:
-        """Raises Unavailable when the moment does not come."""
+        """Raise Unavailable if the moment does not come."""
         try:
             async with asyncio.timeout(STALL_ANSWER_S):
                 yield

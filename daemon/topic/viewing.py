@@ -1,11 +1,9 @@
-"""Looking at what is pending and what is due: pages of rows, and how many come due when.
+"""Shows pending and due rows: pages, and how many come due when.
 
-Owns: reading the segments that a page or a count needs, with bounded memory and time, beside everything else.
-Does not own: which these are (`daemon.core.index.scan`, `daemon.core.index.scan`), and segments that are kept in
-memory: those are for handing out, and looking neither loads nor drops any (`segment_loading`).
-
-Whoever looks may look at a large part of the index, and dispatching must not feel it: everything that takes as long as
-there are rows is done in threads, on parts of one bucket at a time.
+`daemon.owner.requests` alone uses it; it stands apart because it reads many rows with bounded memory and time, next to
+everything else. A view may cover a large part of the index, and deliveries must not suffer. All work that grows with
+the rows is done in threads, on parts of one bucket at a time. Segments that are kept in memory are for deliveries: a
+view neither loads nor drops any. `daemon.core.index.scan` chooses what to read.
 """
 
 from __future__ import annotations
@@ -53,32 +51,32 @@ from storage_backends.object_store import StoreError
 
 T = TypeVar("T")
 
-# Parts of buckets that are looked at at a time, by all who look.
+# Parts of buckets that all views read at a time
 READS_MAX = 8
-# Segments that a page looks at before it is decided which are next.
+# Segments that a page reads before the next ones are chosen
 SEGMENTS_A_ROUND = 32
-# Rows that are read with one request, if the segment has no more.
+# Rows that are read with one request, unless a single segment has more
 READ_ROWS = 20_000
-# Buckets that are taken up before others have their turn.
+# Buckets that are processed before others have their turn
 BUCKETS_A_TURN = 50
-# After so long a page ends early, and a count is refused.
+# Time after which a page ends early, and a count is refused (seconds)
 LOOK_S = 30.0
 LOOK_RETRY_MS = 5_000
 
 
 class _LeftError(Exception):
-    """A bucket that was to be read is in the index no longer."""
+    """A bucket that was to be read has left the index."""
 
 
 class Viewing:
-    """What one daemon shows of the rows of its topics. Called on the loop."""
+    """The views of one daemon on the rows of its topics. Called on the loop."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
         self._reads = asyncio.Semaphore(READS_MAX)
 
     async def scheduled(self, topic: ServedTopic, view: View, page_size: int, after: Place | None) -> ScheduledPage:
-        """A page of the rows that are not due yet, in the order in which they come due; of entries as a whole.
+        """Return a page of the rows of whole entries that are not due yet, in due order.
 
         Raises NotFound, InvalidArgument, Corruption naming the bucket, Unavailable.
         """
@@ -105,14 +103,14 @@ class Viewing:
         page_size: int,
         after: Place | None,
     ) -> BacklogPage:
-        """A page of what a subscription is owed that is due and not acknowledged. Raises as `scheduled`."""
+        """Return a page of due rows that a subscription is owed and has not acknowledged. Raises as `scheduled`."""
         limit = limits.page_rows(page_size)
         state = topic.subscription(subscription)
         asked, indexes = _asked(topic, View(ledgers=ledgers, subscription=subscription), backlog=True)
         as_of_ms = self._as_of(topic)
         page = await self._page(topic, asked, indexes, after, limit, state)
         keys = page.found.rows.keys
-        # As of one moment; when those that wait come back is looked up in what is frozen of it.
+        # All sets are as of one moment; the times of redelivery are found in a frozen copy.
         named = bitmap_of(keys)
         in_flight = contained(keys, state.held_among(named) | (state.nacking & named))
         redelivery_count = state.counts.of(keys)
@@ -133,9 +131,9 @@ class Viewing:
         )
 
     async def histogram(self, topic: ServedTopic, view: View, width_ms: int) -> Histogram:
-        """How many rows, of entries as a whole, come due in each bar.
+        """Count the rows of whole entries that come due in each bar.
 
-        Raises as `scheduled`, and QuotaExceeded when it takes too long.
+        Raises as `scheduled`, and QuotaExceeded if it takes too long.
         """
         as_of_ms = self._as_of(topic)
         asked, indexes = _asked(topic, View(ledgers=view.ledgers, subscription=view.subscription))
@@ -157,7 +155,7 @@ class Viewing:
         )
 
     def _as_of(self, topic: ServedTopic) -> int:
-        """Now; what is due and in memory counts as due from its time on."""
+        """Return the time now (Unix ms). Due rows in memory count as due from their time on."""
         now_ms = self._environment.clock.now_ms()
         topic.pass_due(now_ms)
         return now_ms
@@ -173,7 +171,7 @@ class Viewing:
         limit: int,
         state: SubscriptionState | None = None,
     ) -> Page:
-        """`state`: whose backlog it is."""
+        """Return a page; `state` is the subscription whose backlog it is."""
         return await self._looked_at(
             topic,
             state,
@@ -263,7 +261,7 @@ class Viewing:
     async def _looked_at(
         self, topic: ServedTopic, state: SubscriptionState | None, look: Callable[[float], Awaitable[T]]
     ) -> T:
-        """Looks again where a bucket has left before it was read."""
+        """Repeat `look` if a bucket has left before it was read."""
         deadline_s = self._environment.clock.elapsed_s() + LOOK_S
         while True:
             try:
@@ -274,7 +272,7 @@ class Viewing:
                 await asyncio.sleep(0)
                 continue
             if _leaving(topic, state):
-                # What is on its way out is not shown any more: so it must be out when this is answered.
+                # Rows that are leaving are no longer shown, so they must have left when this is answered.
                 await topic.slots.confirmed()
             return looked
 
@@ -282,7 +280,7 @@ class Viewing:
         try:
             return await self._run(work)
         except Corruption as error:
-            # Others may have merged it, and collection deleted it, before this owner has looked at the manifest.
+            # Others may have merged it, and collection deleted it, before this owner has read the manifest.
             missing = isinstance(error, bucket_reads.BucketMissing)
             gone = missing and not await topic.bucket_is_live(bucket.name)
             if gone or topic.core.indexes.bucket(bucket.name) is not bucket:
@@ -298,7 +296,7 @@ class Viewing:
     def _segments(
         self, part: Part, numbers: Sequence[int], cached: Mapping[int, KeyedRows]
     ) -> Iterator[tuple[int, KeyedRows]]:
-        """The rows of segments, ascending. In a thread."""
+        """Yield the rows of segments, ascending. Runs in a thread."""
         if not isinstance(part, SealedPart):
             return
         for run in _runs(part, numbers, cached):
@@ -312,7 +310,7 @@ class Viewing:
 
 
 def _runs(part: SealedPart, numbers: Sequence[int], cached: Mapping[int, KeyedRows]) -> Iterator[list[int]]:
-    """Segments that are read with one request, or one that is in memory."""
+    """Yield segments that are read with one request, or one that is in memory."""
     run: list[int] = []
     rows = 0
     for number in numbers:
@@ -328,7 +326,7 @@ def _runs(part: SealedPart, numbers: Sequence[int], cached: Mapping[int, KeyedRo
 
 
 async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """What all of them give; the first error when all of them have ended."""
+    """Return all results; raise the first error once all have ended."""
     results = await asyncio.gather(*work, return_exceptions=True)
     for each in results:
         if isinstance(each, BaseException):
@@ -338,16 +336,14 @@ async def _all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Nacked:
-    """Positions that are NACKED. `first_ms`: no row of them that was ever pending has an earlier time; None when there
-    is none.
-    """
+    """The NACKED positions. `first_ms` is the earliest time of those that were ever pending; None if there are none."""
 
     keys: BitMap64 = dataclasses.field(default_factory=BitMap64)
     first_ms: int | None = None
 
     @staticmethod
     def of(frozen: FrozenNacks) -> _Nacked:
-        """Build the state for a checkpoint. O(n): for a thread."""
+        """Return the NACKED positions. O(n): runs in a thread."""
         keys = BitMap64()
         first_ms: int | None = None
         for rows, _ in frozen.parts():
@@ -357,10 +353,10 @@ class _Nacked:
 
 
 class _Backlog:
-    """From when on the rows of a backlog are in each bucket: most of what was passed is acknowledged, and not read.
+    """The time from which on each bucket has rows of a backlog: most passed rows are acknowledged, and not read.
 
-    What is READY, IN_FLIGHT or NACKED is in memory with its time; only where there is more nothing is known. A bucket
-    that has rows which never were pending, due at time 0, is read from there on.
+    READY, IN_FLIGHT and NACKED rows are in memory with their times; if a bucket has others, nothing is known. A bucket
+    with rows that never were pending, due at time 0, is read from there on.
     """
 
     def __init__(self, state: SubscriptionState, nacked: _Nacked) -> None:
@@ -379,8 +375,9 @@ class _Backlog:
 
 
 def _part(topic: ServedTopic, bucket: Bucket, pages: PageTable, asked: ScanFilter, leaving: BitMap64) -> Part | None:
-    """What of a bucket is asked for, None when nothing is. Raises _LeftError when the bucket was merged meanwhile: its
-    sets are of no use then.
+    """Return the part of a bucket that is viewed, or None if there is none.
+
+    Raises _LeftError if the bucket was merged meanwhile: its sets are not valid then.
     """
     index = topic.core.indexes.get(bucket.index_id)
     if index is None:
@@ -392,13 +389,13 @@ def _part(topic: ServedTopic, bucket: Bucket, pages: PageTable, asked: ScanFilte
 
 
 def _leaving(topic: ServedTopic, state: SubscriptionState | None) -> BitMap64:
-    """What a decision that is on its way takes out: of the index, or of a subscription's backlog."""
+    """Return the positions that a staged decision removes from the index, or from a subscription's backlog."""
     leaving = topic.core.indexes.leaving
     return leaving if state is None or not state.acknowledging else leaving | state.acknowledging
 
 
 def _unpacked(found: Found) -> tuple[Rows, U32 | None]:
-    """Rows of any index as people know them, and their batch indexes; None when all are entries as a whole."""
+    """Return rows of any index as clients see them, and their batch indexes; None if all are whole entries."""
     rows = found.rows.rows
     parts = found.index_id >= np.uint64(index_ids.batch_parts_of(0))
     if not parts.any():
@@ -413,7 +410,7 @@ def _buckets(indexes: Sequence[Index]) -> list[tuple[Bucket, PageTable]]:
 
 
 def _asked(topic: ServedTopic, view: View, *, backlog: bool = False) -> tuple[ScanFilter, list[Index]]:
-    """What is asked for, and the indexes in which it is. Raises NotFound, InvalidArgument."""
+    """Return the filter of a view, and its indexes. Raises NotFound, InvalidArgument."""
     if view.until_ms and view.until_ms < view.from_ms:
         raise InvalidArgument(f"until_ms is {view.until_ms}, before from_ms, which is {view.from_ms}")
     limits.check_ledgers(view.ledgers)
@@ -429,7 +426,7 @@ def _asked(topic: ServedTopic, view: View, *, backlog: bool = False) -> tuple[Sc
 
 
 def _bars(view: View, width_ms: int, *, now_ms: int, last_ms: int) -> Bars:
-    """The bars of a request; where it leaves it open they end behind the last row. Raises InvalidArgument."""
+    """Return the bars of a request; they end behind the last row by default. Raises InvalidArgument."""
     from_ms = view.from_ms or now_ms
     until_ms = view.until_ms or max(from_ms, last_ms + 1)
     if until_ms < from_ms:
