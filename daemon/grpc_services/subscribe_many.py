@@ -230,7 +230,7 @@ class Lane:
         self._room.set()
 
     def takes(self, stream: Waiter) -> bool:
-        """Whether more may be handed out; else the stream is notified when that may be."""
+        """Return whether more may be delivered; otherwise the stream is notified once that may be."""
         return self._outbox.takes(self.number, stream)
 
     def end(self, error: Exception | None) -> None:

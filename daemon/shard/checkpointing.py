@@ -256,7 +256,7 @@ class Checkpointing:
         """
         await self.settled()
         work = self._start(self._collect())
-        # Nobody may be waiting any more when it fails.
+        # No caller may be waiting when it fails.
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
         # Who waits may be cancelled; a commit that is under way is not given up.
         await asyncio.wait([work])

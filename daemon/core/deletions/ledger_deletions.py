@@ -416,7 +416,7 @@ class DeletionCut:
     in_use: FrozenInUse
 
     def state(self) -> DeletionState:
-        """Build the state for a checkpoint. O(n): for a thread."""
+        """Return the NACKED positions. O(n): runs in a thread."""
         return DeletionState(self.last_id, self.deletions.all(), self.in_use.state())
 
     def counts(self, topic: str) -> DeletionCounts:

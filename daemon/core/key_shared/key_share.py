@@ -155,7 +155,7 @@ class ReadyRows(Protocol):
 LOOKED_AT_A_ROW = 2
 # The least number of rows read at once, since each read has a fixed cost
 LOOKED_AT_LEAST_ROWS = 256
-# Larger grants are cut to this: no consumer holds more rows.
+# Larger grants are cut to this, since no consumer holds more rows.
 PERMITS_MAX = (1 << 32) - 1
 # Planned positions that may wait, since they are in memory
 PLANNED_WAITING_MAX = 200_000

@@ -225,7 +225,7 @@ async def test_a_lease_that_is_over_makes_its_rows_ready_and_counts_nothing(mach
     assert (entries(back), counts(back)) == ([5, 6, 7, 8, 9], [0] * 5)
 
 
-# ---- what leaves
+# ---- quarantine and drops
 
 
 @pytest.mark.parametrize("settings", [(), SMALL])

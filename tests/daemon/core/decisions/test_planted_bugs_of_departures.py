@@ -29,7 +29,7 @@ from tests.daemon.core.decisions.test_planted_bugs import Plant, found_by_the_st
 from tests.daemon.core.index import test_containment, test_quarantine, test_retention
 from tests.planted import registry
 
-# ---- what leaves
+# ---- quarantine and drops
 
 
 def what_is_trimmed_stays_in_hand(patch: pytest.MonkeyPatch) -> None:

@@ -174,7 +174,7 @@ def what_comes_back_is_handed_out_after_what_is_ready(patch: pytest.MonkeyPatch)
     patch.setattr(SubscriptionState, "redeliver", behind)
 
 
-# ---- what leaves
+# ---- quarantine and drops
 
 
 def messages_do_not_leave_with_their_entry(patch: pytest.MonkeyPatch) -> None:
