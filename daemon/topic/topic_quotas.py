@@ -40,7 +40,7 @@ class TopicQuotas:
     ) -> None:
         self.limits = UNLIMITED
         self.pending = pending
-        # Whether anything is limited.
+        # True if anything is limited
         self.apply = bool(pending.rows_max)
         self.due: DueSeconds | None = None
         self._topic = topic

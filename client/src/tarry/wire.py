@@ -275,7 +275,7 @@ def _signed(column: I32Column | None) -> bytes | None:
     """Encode a column of `sint32`: numbers of varying length."""
     if column is None:
         return None
-    # So that small numbers of either sign are short.
+    # Small numbers of either sign are short this way.
     zigzag = (column.astype(np.int64) << 1) ^ (column.astype(np.int64) >> 31)
     short = not len(zigzag) or zigzag.max() < 0x80
     return zigzag.astype(np.uint8).tobytes() if short else b"".join(map(varint, zigzag.tolist()))

@@ -168,9 +168,9 @@ class InFlight:
             self._batches = {}
 
     def take(self, keys: U64, deliver_at_ms: U64) -> Mask | None:
-        """Removes the positions that are in the table with that time; a mask of those removed, None: all of them.
+        """Remove the positions that are in the table with these times, each once.
 
-        A key that is named twice is removed once.
+        Returns the mask of those removed, or None if all were.
         """
         taken = self._take_whole(keys, deliver_at_ms, None)
         return None if taken == len(keys) else self._take_others(keys, deliver_at_ms, taken, None)
@@ -189,7 +189,7 @@ class InFlight:
         return rows, found
 
     def _take_others(self, keys: U64, deliver_at_ms: U64, taken: int, parts: list[_Taken] | None) -> Mask:
-        """Removes the positions behind the first `taken` ones, which are removed already; a mask of all removed."""
+        """Remove the positions behind the first `taken`, which are removed already; return the mask of all removed."""
         found = np.zeros(len(keys), np.bool_)
         found[:taken] = True
         if taken == len(keys):
@@ -218,7 +218,7 @@ class InFlight:
                 break
             mine = batch.rows
             end = taken + len(mine.keys)
-            # Of few rows faster than numpy compares them.
+            # Faster for few rows than a comparison by numpy
             if mine.keys.tobytes() != keys[taken:end].tobytes():
                 break
             if mine.rows.deliver_at_ms.tobytes() != deliver_at_ms[taken:end].tobytes():

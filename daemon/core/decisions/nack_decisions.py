@@ -205,7 +205,7 @@ class NackDecisions:
         return tuple(records), left
 
     def positions_to_find(self, state: SubscriptionState, left: NackBatch) -> HeldPositions:
-        """The positions to look for in the backlog: of a message of a batch its entry, too."""
+        """Return the positions to look for in the backlog: for a message of a batch also its entry."""
         return left.positions.with_entries()
 
     def stage_found(

@@ -202,7 +202,7 @@ class SubscriptionState:
 
     @property
     def needs_more_backlog(self) -> bool:
-        """Whether nothing was found yet by who reads the backlog again, and there is more to look at."""
+        """True if the reader of the backlog has found nothing yet and has more to look at."""
         if self.reader is not None and not self.reader.is_held_up:
             return not self.ready_rows
         return self.key_shared is not None and self.key_shared.reads_on and not self.key_shared.is_held_up

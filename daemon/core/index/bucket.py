@@ -9,6 +9,9 @@ A sealed bucket is immutable: its rows are on the object store, its sets in memo
 A quarantined bucket is damaged: it is neither read nor deleted, and holds no row. Its positions may be added again, and
 what is added is no longer missing. It still records what leaves, so that its stored progress, which is that of any
 bucket, shows what is missing after a restart. `storage_backends.topic_manifest` has the mark.
+
+The `gone` set of a sealed bucket holds the rows that left since its seal. That of a quarantined one holds the rows that
+left or were added again; all its other rows are missing.
 """
 
 from __future__ import annotations

@@ -163,7 +163,9 @@ DEFAULT = parse(DEFAULT_TABLE, clamp=True, delay_max_ms=DEFAULT_MAX_MS)
 
 
 class LevelRows:
-    """`present_among`: which positions have rows in the index that are not gone. `has_rows`: whether any row has a
+    """The rows of each delay level of one index, pending, due and delivered.
+
+    `present_among` returns the keys that have rows in the index which are not gone. `has_rows` is true if any row has a
     level.
     """
 

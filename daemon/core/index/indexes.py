@@ -7,6 +7,9 @@ to load and when to cut for a seal; `daemon.topic.bucket_reads` reads segments.
 The keys of two indexes never collide: sets of keys may hold positions of all of them. Batch parts are messages of
 entries that were negatively acknowledged individually, as positions of an index of their own
 (`storage_backends.formats.index_ids`).
+
+A subscription index is made with its first row and goes with its subscription, which is owed those rows whatever its
+`since_ms` is. A position may have a row in each index, and is a duplicate only within one of them.
 """
 
 from __future__ import annotations

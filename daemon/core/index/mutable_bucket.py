@@ -260,7 +260,7 @@ class MutableBucket(Bucket):
         return earliest(self._runs.next_due_ms(), self._far_min_ms, in_order_ms)
 
     def runs_at(self, now_ms: int) -> list[SortedRun]:
-        """The sorted runs that rows are due of at `now_ms`: they hold every such row, or such rows follow them."""
+        """Return the sorted runs with rows due at `now_ms`: each such row is in one of them or follows in its run."""
         if self._far_min_ms is not None and self._far_min_ms <= now_ms + HORIZON_MARGIN_MS:
             self._move_horizon(now_ms + HORIZON_STEP_MS)
         found = self._fifo.runs_at(now_ms, self._came.deliver_at_ms, self._came.take)

@@ -16,6 +16,11 @@ The order of positions, messages of batches beside their entries.
 
 Owns: comparing rows of all of a topic's indexes by position.
 Does not own: what the order is good for (`key_share`).
+
+A message log may have a ledger for each message, so no page is an object: a hash table that is one column finds
+ordinals, a bucket has its pages as a bitmap, and a page lives while a bucket holds it. A row in a ledger of its own
+costs one container of a bitmap, some 90 bytes. With pages as objects it took 706 bytes instead of 190 to 230, and three
+times the CPU.
 """
 
 from __future__ import annotations
@@ -447,7 +452,7 @@ class PageTable:
         return len(self._index)
 
     def find(self, ledger_id: U64, entry_id: U64) -> U64:
-        """The keys of positions; UNKNOWN_KEY where no bucket holds the page."""
+        """Return the keys of positions, UNKNOWN_KEY for those whose page no bucket holds."""
         if len(ledger_id) > FEW:
             return self._keys(ledger_id, entry_id, self._index.find, self._index.find_all)
         few = []
@@ -457,7 +462,7 @@ class PageTable:
         return np.array(few, np.uint64)
 
     def intern(self, ledger_id: U64, entry_id: U64) -> U64:
-        """The keys of positions; new pages get an ordinal."""
+        """Return the keys of positions; give new pages an ordinal."""
         if len(ledger_id) > FEW:
             return self._keys(ledger_id, entry_id, self._ordinal, self._ordinals)
         few = []
@@ -800,7 +805,7 @@ Columns = tuple[U64, U64, U64]
 
 
 class PositionOrder:
-    """`places`: the topic's."""
+    """The order of rows by position, those of batch parts behind their entry. `places` are the topic's."""
 
     def __init__(self, places: PagePlaces) -> None:
         self._places = places
@@ -815,12 +820,12 @@ class PositionOrder:
         return ledger_id, np.where(parts, entry_of_part, entry_id), places
 
     def ordered(self, rows: KeyedRows) -> KeyedRows:
-        """The rows by position."""
+        """Return the rows ordered by position."""
         return rows.take(np.lexsort(self.columns(rows)[::-1]))
 
 
 def are_greater(columns: Columns, others: Sequence[U64]) -> Mask:
-    """Which positions come after others, one by one."""
+    """Return the mask of the positions that come after the others, compared one by one."""
     greater: Mask = columns[-1] > others[-1]
     for column, other in zip(columns[-2::-1], others[-2::-1], strict=True):
         greater = (column > other) | ((column == other) & greater)

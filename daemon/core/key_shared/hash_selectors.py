@@ -80,7 +80,7 @@ class Joiner:
 
 
 class HashSelector(abc.ABC):
-    """Which consumer has each hash slot, and the counts; a subclass divides the slots.
+    """The owners of the hash slots, and their counts; a subclass divides the slots.
 
     `owners` is u16[65536]: the ordinal of each slot's consumer, 0 if it has none. It is changed in place: copy it to
     keep it as it is now. A refused change changes nothing.
