@@ -219,7 +219,7 @@ class Lane:
         self._room.set()
 
     def takes(self, stream: Waiter) -> bool:
-        """Return whether more rows may be delivered. If not, notify the stream when that may have changed."""
+        """Return whether more may be delivered; otherwise the stream is notified once that may be."""
         return self._outbox.takes(self.number, stream)
 
     def end(self, error: Exception | None) -> None:

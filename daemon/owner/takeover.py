@@ -62,7 +62,7 @@ class Fences:
         fencing = self._fences.get(log_id)
         if fencing is None or (fencing.done() and (fencing.cancelled() or fencing.exception() is not None)):
             fencing = self._fences[log_id] = asyncio.ensure_future(self._fence(log_id))
-            # Reads the exception, since no caller may be waiting when it fails
+            # No caller may be waiting when it fails.
             fencing.add_done_callback(lambda done: done.cancelled() or done.exception())
         return await asyncio.shield(fencing)
 

@@ -258,7 +258,7 @@ class Checkpointing:
         """
         await self.settled()
         work = self._start(self._collect())
-        # Reads the exception, since no caller may be waiting when it fails
+        # No caller may be waiting when it fails.
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
         # The waiter may be cancelled; a commit in flight continues.
         await asyncio.wait([work])

@@ -87,7 +87,7 @@ class ServedShard:
         unsettled_s = 0.0 if claim.settled else HAND_OUT_UNCONFIRMED_S
         self._alone_from_s = environment.clock.elapsed_s() + unsettled_s
         self._alone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Reads the exception, since no caller may be waiting when it fails
+        # No caller may be waiting when it fails.
         self._alone.add_done_callback(lambda done: done.cancelled() or done.exception())
         if claim.settled:
             self._alone.set_result(None)

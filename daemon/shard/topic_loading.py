@@ -234,7 +234,7 @@ class TopicLoading:
         outcome = self._outcomes.get(topic_id)
         if outcome is None:
             outcome = self._outcomes[topic_id] = asyncio.get_running_loop().create_future()
-            # Reads the exception, since no caller may be waiting when it fails
+            # No caller may be waiting when it fails.
             outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
         return outcome
 
