@@ -1,7 +1,5 @@
-"""The edge: gRPC requests become columns, and results become answers.
+"""The edge: turns gRPC requests into columns, and results into answers.
 
-Owns: the wire types, checking of what a caller sent, streams and their flow control, and the one mapping from errors
-to gRPC status codes.
-
-Does not own: any state of a topic or subscription; it asks `daemon.owner` and forgets.
+It checks requests, runs streams and their flow control, and maps errors to gRPC status codes. It holds no state of a
+topic or subscription: it calls `daemon.owner` and forgets.
 """

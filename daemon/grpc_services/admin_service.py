@@ -1,7 +1,6 @@
-"""`tarry.v1.Admin`: policies, delay levels, dead letters, what is done to a topic as a whole, and collecting garbage.
+"""Serves `tarry.v1.Admin`: policies, delay levels, dead letters, whole topics and garbage collection.
 
-Owns: the calls' requests and answers.
-Does not own: what they do (engine).
+The gRPC server alone imports it: a module for each service of the contract.
 """
 
 from __future__ import annotations

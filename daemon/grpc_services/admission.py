@@ -1,18 +1,14 @@
-"""Who is let in: every call of the contract passes here before anything else is done for it.
+"""Authenticates and authorizes calls; every call of the contract passes here first.
 
-Owns: what a call needs (its option `access` in the proto), who makes it, the refusal of those who may not, the open
-calls, and the end of those whose identity may do so no longer.
-Does not own: the identities and their file (`daemon.auth`), and what a call does.
+The option `access` of a call in the proto names the scope that it needs. `daemon.auth` has the identities. A call is
+refused for its caller or its scope before its message is parsed. A stream is refused before a message is read, so a
+silent stream ends at once. The topic is checked as soon as the request that names it is parsed: in the frame of calls
+with one request (`unary`), and where a stream reads the name. A refusal never depends on what exists.
 
-A call is refused for its caller or its scope before its message is parsed, and a stream before one is read: one that
-stays silent is ended at once. Its topic is checked as soon as the request that names it is parsed: in the frame of
-calls with one request (`unary`), and where a stream reads the name. A refusal never depends on what there is.
+Open calls end when their identity is revoked or its rights change.
 
-Who calls, for quotas: an identity, or else a client's own name for itself, or the host that it calls from.
-
-Owns: the metadata key and what it may hold, and reading gRPC's form of a peer.
-Does not own: what a client may do (`daemon.core.quotas`, `admission`). The name that a client gives itself is taken as
-it is: nothing proves it.
+For quotas, a caller is its identity, or else the name that the client gives itself in the metadata, or else its host.
+That name is not verified.
 """
 
 from __future__ import annotations
@@ -37,9 +33,9 @@ from daemon.grpc_services import status
 from tarry.v1 import access_pb2
 
 AUTHORIZATION_KEY: Final = "authorization"
-# What gRPC calls the names in a client's certificate.
+# gRPC's keys of the names in a client's certificate
 _CERTIFICATE_NAMES: Final = ("x509_common_name", "x509_subject_alternative_name")
-# A call that is to end waits so long for the response that is under way.
+# Time for which an ending call waits for a response in flight (seconds)
 WRITE_MAX_S: Final = 5.0
 
 Refusal: TypeAlias = errors.Unauthenticated | errors.PermissionDenied
@@ -48,10 +44,11 @@ Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What a call needs. `scope` None: any identity may make it.
+    """The access rule of a call. `scope` is None if any identity may make it.
 
-    `topic_wide`: the scope of a request without a subscription. `topic`: the fields that lead to the topic's name; none
-    where the call is over all topics. `any_prefix`: no prefix is needed. `audited`: the audit log tells of the call.
+    `topic_wide` is the scope of a request without a subscription. `topic` is the path of fields to the topic's name,
+    empty if the call covers all topics. With `any_prefix` no topic prefix is needed. With `audited` the audit log
+    records the call.
     """
 
     name: str
@@ -63,7 +60,7 @@ class Rule:
 
     @classmethod
     def of(cls, method: MethodDescriptor) -> Rule:
-        """The rule that the call has in the proto. Raises `InvariantViolated` when it has none."""
+        """Return the rule that the call has in the proto. Raises `InvariantViolated` if it has none."""
         options = method.GetOptions()
         if not options.HasExtension(access_pb2.access):
             raise errors.InvariantViolated(f"{method.full_name} has no option `access` in the proto")
@@ -79,7 +76,7 @@ class Rule:
         )
 
     def topic_of(self, request: message.Message) -> str:
-        """The topic that a request names; "" for none."""
+        """Return the topic that a request names; "" if it names none."""
         found: Any = request
         for field in self.topic:
             found = getattr(found, field)
@@ -87,16 +84,19 @@ class Rule:
 
 
 class Context:
-    """One call that is let in, or refused: gRPC's context, and what the caller may do. `identity` None: everything."""
+    """One call, authorized or refused: gRPC's context, and the caller's rights.
 
-    # What most calls never change is not set for each of them.
+    `identity` is None if the daemon has no identities: then every caller may do everything.
+    """
+
+    # Class attributes, since most calls never change them
     identity: Identity | None = None
-    # Known when the request was read, and when the call was over: the audit log tells them.
+    # For the audit log: known once the request is read, and the outcome once the call is over
     topic = subscription = ""
     outcome = grpc.StatusCode.UNKNOWN
     is_over = False
     is_refused = False
-    # Why the call is ended before its time.
+    # The reason for which the call is ended early
     ended: errors.TarryError | None = None
     _is_writing = False
     _task: asyncio.Task[Any] | None = None
@@ -104,7 +104,7 @@ class Context:
     def __init__(
         self, context: grpc.aio.ServicerContext[bytes, bytes], rule: Rule, refused: Callable[[Context, Refusal], None]
     ) -> None:
-        """`refused` is told of each refusal."""
+        """Wrap gRPC's context. Calls `refused` with each refusal."""
         self.read = context.read
         self.peer = context.peer
         self.invocation_metadata = context.invocation_metadata
@@ -116,11 +116,12 @@ class Context:
         self._refused = refused
 
     async def write(self, response: bytes) -> None:
-        """Sends a response; none when the call is to end. gRPC takes no status while a response is under way,
-        so the call ends behind that.
+        """Send a response, unless the call is about to end.
+
+        gRPC takes no status while a response is in flight, so the call ends after it.
         """
         if self.ended is not None:
-            # Returns, since whoever ends the call may wait for a lock that is held for this.
+            # Returns, since the code that ends the call may wait for a lock that is held for this.
             await asyncio.sleep(0)
             return
         self._is_writing = True
@@ -132,10 +133,10 @@ class Context:
                 self._cancel()
 
     def end(self, why: errors.TarryError, task: asyncio.Task[Any]) -> None:
-        """Ends the call before its time. `task`: what serves it."""
+        """End the call early. `task` serves it."""
         self.ended, self._task = why, task
         if self._is_writing:
-            # Not for ever: a caller that reads nothing keeps the response under way.
+            # Limited, since a caller that reads nothing keeps the response in flight.
             asyncio.get_running_loop().call_later(WRITE_MAX_S, self._cancel)
         else:
             self._cancel()
@@ -146,17 +147,17 @@ class Context:
             task.cancel()
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing_metadata: Metadata) -> NoReturn:
-        """Ends the call with a status."""
+        """End the call with a status."""
         self.outcome, self.is_over = code, True
         await self._abort(code, details, trailing_metadata)
 
     @property
     def topic_prefixes(self) -> tuple[str, ...]:
-        """What the names of topics begin with that the caller may know of."""
+        """The prefixes of the topics that the caller may know of."""
         return (EVERY_TOPIC,) if self.identity is None else self.identity.topic_prefixes
 
     def admit(self, identities: Identities) -> None:
-        """Lets the caller in if it has a scope with which the call may be made.
+        """Authenticate the caller, and check that it has a scope with which the call may be made.
 
         Raises `Unauthenticated` and `PermissionDenied`.
         """
@@ -167,7 +168,7 @@ class Context:
         self._check_scope({self._rule.scope, self._rule.topic_wide})
 
     def lost(self, identities: Identities) -> errors.TarryError | None:
-        """Why the call may not go on with these identities; None: it may."""
+        """Return the reason why the call may not continue with these identities, or None if it may."""
         if self.identity is None:
             return None
         name = self.identity.name
@@ -179,7 +180,7 @@ class Context:
         return errors.Unavailable(f"what identity {name} may do has changed while the call was open; call again")
 
     def known(self) -> dict[str, str]:
-        """What the audit log tells of the call."""
+        """Return the audit log's fields of the call."""
         return {
             "identity": "" if self.identity is None else self.identity.name,
             "peer": self.peer(),
@@ -189,7 +190,7 @@ class Context:
         }
 
     def _identify(self, identities: Identities) -> Identity:
-        """Who calls: by a token, or else by a certificate. Raises `Unauthenticated`."""
+        """Return the caller by its token, or else by its certificate. Raises `Unauthenticated`."""
         given = [value for key, value in self.invocation_metadata() or () if key == AUTHORIZATION_KEY]
         if given:
             token = bearer_of(given[0]) if len(given) == 1 and isinstance(given[0], str) else None
@@ -210,12 +211,13 @@ class Context:
         return found
 
     def check(self, request: message.Message) -> None:
-        """Refuses a request that the caller may not make. Raises `PermissionDenied`."""
+        """Refuse a request that the caller may not make. Raises `PermissionDenied`."""
         self.check_named(self._rule.topic_of(request), getattr(request, "subscription", ""))
 
     def check_named(self, topic: str, subscription: str) -> None:
-        """Refuses a request that names these where the caller may not make it. `subscription`: "" for none. Raises
-        `PermissionDenied`.
+        """Refuse a request that names these if the caller may not make it; `subscription` is "" for none.
+
+        Raises `PermissionDenied`.
         """
         self.topic, self.subscription = topic, subscription
         if self.identity is None:
@@ -225,7 +227,7 @@ class Context:
             self.check_topic(self.topic)
 
     def check_topic(self, topic: str) -> None:
-        """Refuses a topic that the caller may not use, whether there is one or not. Raises `PermissionDenied`."""
+        """Refuse a topic that the caller may not use, whether it exists or not. Raises `PermissionDenied`."""
         if self.identity is None or self.identity.may_use(topic):
             return
         self.topic = topic
@@ -237,7 +239,7 @@ class Context:
         self._refuse(errors.PermissionDenied(text))
 
     def _check_scope(self, any_of: Set[Scope | None]) -> None:
-        """None stands for no scope, which everybody has."""
+        """Refuse a caller that has none of these scopes; None stands for no scope, which every caller has."""
         if self.identity is None or None in any_of or not self.identity.scopes.isdisjoint(any_of):
             return
         needed = " or ".join(sorted(scope for scope in any_of if scope is not None))
@@ -251,10 +253,10 @@ class Context:
 
 
 class Admission:
-    """Lets calls in, and knows those that are open."""
+    """The gate of all calls. It knows those that are open."""
 
     def __init__(self, door: Door, audit_log: AuditLog, refused: Callable[[Refusal], None]) -> None:
-        """`refused` is told of each refusal."""
+        """Start without open calls. Calls `refused` with each refusal."""
         self.door = door
         self._audit_log = audit_log
         self._told = refused
@@ -262,11 +264,11 @@ class Admission:
 
     @property
     def open_calls(self) -> int:
-        """Streams included."""
+        """The number of open calls, streams included."""
         return len(self._open)
 
     def guarded(self, method: MethodDescriptor, handler: Any) -> Any:
-        """The handler, for those who are let in."""
+        """Wrap a handler so that only authorized callers reach it."""
         rule = Rule.of(method)
         kind = next(each for each in ("unary_unary", "unary_stream", "stream_stream") if getattr(handler, each))
         serve: Callable[[Any, Context], Awaitable[Any]] = getattr(handler, kind)
@@ -298,7 +300,7 @@ class Admission:
         return handler._replace(**{kind: guarding})
 
     def identities_changed(self) -> None:
-        """Ends the open calls of those who are known no longer, or may do something else now."""
+        """End the open calls of callers that are no longer known, or whose rights have changed."""
         identities = self.door.identities
         for call, task in list(self._open.items()):
             if identities is not None and not call.is_over and call.ended is None:
@@ -312,20 +314,20 @@ class Admission:
 
 
 def _scope(scope: access_pb2.Scope.ValueType) -> Scope | None:
-    """None for SCOPE_UNSPECIFIED."""
+    """Convert a scope of the proto; return None for SCOPE_UNSPECIFIED."""
     return Scope(access_pb2.Scope.Name(scope).removeprefix("SCOPE_").lower()) if scope else None
 
 
 CLIENT_ID_KEY = "tarry-client-id"
 CLIENT_ID_MAX_BYTES = 128
-# So many connections call often.
+# The number of peers that call often
 PEERS_REMEMBERED = 1_024
-# Whoever sends it waits for a former owner by itself, and can say what it waits for.
+# A caller that sends it waits for a former owner itself, and can report the reason.
 TOLD_KEY = "tarry-told-of-former-owner"
 
 
 def client_of(context: Context) -> str:
-    """The id by which the client is told apart: its identity, or else what its metadata says, or else its host.
+    """Return the id of the client: its identity, or else the name in its metadata, or else its host.
 
     Raises `InvalidArgument`.
     """
@@ -344,7 +346,7 @@ def client_of(context: Context) -> str:
 
 
 def waits_by_itself(context: Context, wait_s: float) -> bool:
-    """Whether a caller is told that its answer takes so long: it asks for that, or its deadline is over before."""
+    """Return whether to report the wait to the caller: it asks for that, or its deadline passes first."""
     left_s = context.time_remaining()
     if left_s is not None and left_s < wait_s:
         return True
@@ -353,7 +355,10 @@ def waits_by_itself(context: Context, wait_s: float) -> bool:
 
 @functools.lru_cache(PEERS_REMEMBERED)
 def host_of(peer: str) -> str:
-    """`ipv4:127.0.0.1:1234` and `ipv6:%5B::1%5D:1234` without their ports; 127.0.0.1 behind a Unix socket."""
+    """Return the host of a peer in gRPC's form; 127.0.0.1 for a Unix socket.
+
+    `ipv4:127.0.0.1:1234` and `ipv6:%5B::1%5D:1234` lose their ports.
+    """
     kind, _, address = peer.partition(":")
     if kind == "unix":
         return "127.0.0.1"
@@ -364,5 +369,5 @@ def host_of(peer: str) -> str:
 
 
 def caller_of(context: Context, size_bytes: int) -> Caller:
-    """The caller of one request of that size. Raises `InvalidArgument`."""
+    """Return the caller of one request of that size. Raises `InvalidArgument`."""
     return Caller(client_of(context), size_bytes)

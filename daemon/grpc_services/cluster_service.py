@@ -1,7 +1,6 @@
-"""`tarry.v1.Cluster`: which daemon serves what, and what it can do.
+"""Serves `tarry.v1.Cluster`: the daemon that owns a topic, and the features of this one.
 
-Owns: the calls' requests and answers, and the names of the features.
-Does not own: shards and their owners (engine).
+The gRPC server alone imports it: a module for each service of the contract.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from daemon.grpc_services import unary, value_messages
 from daemon.owner.engine import Engine
 from tarry.v1 import cluster_pb2 as pb
 
-# The wire that is spoken.
+# The version of the wire protocol
 API = 1
-# What there is beyond its first form; PROTOCOL.md says what a client does where one is missing.
+# Features beyond its first form; PROTOCOL.md says what a client does without one
 FEATURES = ("handout_names", "on_invalid", "retention", "subscribe_many")
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Cluster"]
 
@@ -25,7 +24,7 @@ class Cluster:
 
     def __init__(self, engine: Engine, settings: config.Config) -> None:
         self._requests = engine.requests
-        # Read once: it stands in a file.
+        # Read once, since it comes from a file
         self._version = importlib.metadata.version("tarryd")
         self._handler = unary.Frame(settings).handler
 

@@ -1,9 +1,9 @@
-"""`tarry.v1.DelayedDelivery`: positions go in, and may be taken out or moved before they are due.
+"""Serves `tarry.v1.DelayedDelivery`: adds positions, and cancels or reschedules them before they are due.
 
-Owns: both ways to call the engine's `add`, one request at a time and pipelined, and the requests and answers of
-cancelling, of rescheduling, and of what a log's cursor and its trimming ask.
-Does not own: the decision about the rows (engine) and the form of columns and errors (`row_requests`, `row_answers`,
-`status`).
+Adds call the engine one request at a time or pipelined on a stream. The service also looks up, trims and clears
+positions.
+
+The gRPC server alone imports it: a module for each service of the contract.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class DelayedDelivery:
         return pb.ClearMessagesResponse(cleared=cleared)
 
     def end_streams(self) -> None:
-        """The daemon stops: streams answer what they have read, and end with UNAVAILABLE."""
+        """Make streams answer the requests that they have read, and end with UNAVAILABLE; the daemon stops."""
         self._draining.set()
 
     async def _stream_add(self, _: object, context: Context) -> None:
@@ -105,7 +105,7 @@ class DelayedDelivery:
 
 
 class _AddStream:
-    """One `StreamAddMessages`: a reader that submits, and a writer until the caller is done and answered."""
+    """One `StreamAddMessages`: a reader that submits, and a writer until the last request is answered."""
 
     def __init__(self, engine: Engine, settings: config.Config, context: Context, draining: asyncio.Event) -> None:
         self._engine = engine
@@ -146,7 +146,7 @@ class _AddStream:
             await self._pipeline.room()
 
     def _parse(self, data: bytes) -> tuple[int, Callable[[], Awaitable[AddOutcome]]]:
-        """The request's id and its work. Raises `InvalidArgument` when there is no id by which to refuse it."""
+        """Read the request's id and its work. Raises `InvalidArgument` if there is no id by which to refuse it."""
         try:
             request_id, topic, subscription, rows = row_requests.stream_add(data, size_bytes_max=self._size_bytes_max)
         except errors.InvalidArgument as error:

@@ -1,13 +1,9 @@
-"""`tarry.v1.Dispatch`: due positions come out and are acknowledged, or come back later.
+"""Serves `tarry.v1.Dispatch`: delivers due positions, and takes acknowledgements and negative ones.
 
-Owns: the requests and answers of the calls without a stream, and the status with which a stream ends.
-Does not own: streams (`subscribe`, `subscribe_many`), what the calls do (engine), the form of columns and errors
-(`row_requests`, `row_answers`, `status`), and callers that wait for a lease (`leasing`).
+`subscribe` and `subscribe_many` serve its streams; this module gives a stream its final status. `LeaseCalls` handles
+deadlines and departing callers of `GetScheduledMessages`.
 
-`GetScheduledMessages`: leases due rows for a caller that is still there to receive them.
-
-Owns: what a deadline and a caller that goes away mean for a lease.
-Does not own: which rows are leased, for how long, and waiting for them (engine).
+The gRPC server alone imports it: a module for each service of the contract.
 """
 
 from __future__ import annotations
@@ -27,23 +23,26 @@ from daemon.owner.requests import Requests
 from daemon.topic import leases
 from tarry.v1 import dispatch_pb2 as pb
 
-# Of the time to the deadline, this much is kept for the answer's way, or half of it when it is short.
+# Time before the deadline that is reserved for sending the answer (ms); half of the time left if that is less
 ANSWER_MS = 200.0
-# With less than this no row is leased.
+# No row is leased with less time left than this (ms)
 DEADLINE_LEAST_MS = 5.0
 
 log = logging.getLogger(__name__)
 
 
 class LeaseCalls:
-    """The call, for all its callers."""
+    """The calls of `GetScheduledMessages`, which leases due rows to callers that are still there to receive them."""
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
         self._returning: set[asyncio.Task[None]] = set()
 
     async def get_scheduled(self, request: pb.GetScheduledMessagesRequest, context: Context) -> bytes:
-        """The encoded answer. Cancel it when the caller has gone: what it leased is READY again at once."""
+        """Lease rows; return the encoded answer.
+
+        Cancel it when the caller has left: the rows that it leased are READY again at once.
+        """
         leases.check_get(max_rows=request.max_rows, lease_ms=request.lease_ms, wait_ms=request.wait_ms)
         waiting = asyncio.ensure_future(
             self._requests.get_scheduled(
@@ -89,7 +88,7 @@ class LeaseCalls:
 
 
 def _within_deadline(wait_ms: int, context: Context) -> int:
-    """How long to wait so that the answer is there in time. Raises `Unavailable` when it cannot be."""
+    """Return how long to wait so that the answer arrives in time (ms). Raises `Unavailable` if it cannot."""
     remaining_s = context.time_remaining()
     if remaining_s is None:
         return wait_ms
@@ -130,7 +129,7 @@ class Dispatch:
         }
 
     def end_streams(self) -> None:
-        """The daemon stops: streams of many lanes end with UNAVAILABLE when their lanes have ended with the engine."""
+        """End streams of many lanes with UNAVAILABLE once the engine has ended their lanes; the daemon stops."""
         self._draining.set()
 
     async def _subscribe(self, _: object, context: Context) -> None:

@@ -1,12 +1,6 @@
-"""`tarry.v1.Inspect`: what people and dashboards ask.
+"""Serves `tarry.v1.Inspect`: lists, counts and histograms for people and dashboards.
 
-Owns: the calls' requests and answers.
-Does not own: the counts and rows, and what follows what in a list (engine), and page tokens (`page_tokens`).
-
-What is shown of the consumers of a KEY_SHARED subscription, as messages.
-
-Owns: the correspondence between the engine's records and `tarry.v1.ListConsumersResponse`.
-Does not own: the numbers (engine), page tokens (`inspect_service`), and requests of consumers (`key_shared_messages`).
+The gRPC server alone imports it: a module for each service of the contract.
 """
 
 from __future__ import annotations
@@ -79,15 +73,15 @@ DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Inspect"]
 
 PAGE_SIZE_MAX = 1000
 
-# A row's deliver_at_ms, ledger, entry and index.
+# A row's deliver_at_ms, ledger, entry and index
 _ROW = struct.Struct("<QQQQ")
 _DEAD_LETTER_ID = struct.Struct("<Q")
-# The number of a consumer.
+# The number of a consumer
 _CONSUMER = struct.Struct("<Q")
 _LEDGER = struct.Struct("<Q")
 
 
-# Requests for a page that goes on from a place.
+# Requests for a page that continues from a place
 _Placed: TypeAlias = (
     pb.ListScheduledRequest | pb.ListBacklogRequest | pb.ListDeadLettersRequest | pb.ListConsumersRequest
 )
@@ -99,7 +93,7 @@ class Inspect:
     def __init__(self, engine: Engine, settings: config.Config) -> None:
         self._requests = engine.requests
         self._handler = unary.Frame(settings).handler
-        # Whoever has gone is not counted for.
+        # Nothing is counted for a caller that has left.
         self._cancelled_handler = unary.Frame(settings).cancelled_handler
 
     def handlers(self) -> dict[str, unary.Handler]:
@@ -224,7 +218,7 @@ def _ledgers(
 
 
 def _place(request: page_tokens.Paged, of: page_tokens.List) -> tuple[int, str]:
-    """The page's size, and after what it starts. Raises `InvalidArgument`."""
+    """Return the page's size and the name after which it begins. Raises `InvalidArgument`."""
     return _page_size(request), page_tokens.name_in(request.page_token, of)
 
 
@@ -237,6 +231,6 @@ def _row_token(after: Place | None, request: _Placed, of: page_tokens.List) -> s
 
 
 def _row_after(request: _Placed, of: page_tokens.List) -> Place | None:
-    """Raises `InvalidArgument`, also for a token of another request."""
+    """Return the place after which the page begins. Raises `InvalidArgument`, also for another request's token."""
     place = page_tokens.place_in(request, request.page_token, of, _ROW)
     return Place(*place) if place else None

@@ -1,13 +1,9 @@
-"""`tarry.v1.LedgerDeletion`: two-phase deletion of ledgers and offloaded objects of other systems (PIP-186).
+"""Serves `tarry.v1.LedgerDeletion`: two-phase deletion of ledgers and offloaded objects (PIP-186).
 
-Owns: the calls' requests and answers.
-Does not own: their values on the wire (`deletion_messages`), page tokens (`page_tokens`), and what the calls do
-(engine).
+It converts the values of `ledger_deletion.proto` to and from those of the daemon. `daemon.core.deletions` checks the
+fields of a deletion.
 
-Deletions of ledgers on the wire: what is to be deleted, what came of it, and which are asked for.
-
-Owns: the values of `ledger_deletion.proto`, to and from those of the daemon, and the names of deletions.
-Does not own: which fields a delete must have (`daemon.core.deletions`), and what is done (engine).
+The gRPC server alone imports it: a module for each service of the contract.
 """
 
 from __future__ import annotations
@@ -65,7 +61,7 @@ class Ledgers(Protocol):
 
 
 def pending_deletes(given: Sequence[pb.PendingDelete]) -> tuple[list[stored.PendingDelete], dict[int, str]]:
-    """The deletions that can be read, in order; and the places of the others, with what is wrong with each."""
+    """Read deletions. Returns the readable ones in their order, and index -> fault of each other."""
     deletes, problems = [], {}
     for index, each in enumerate(given):
         try:
@@ -96,7 +92,7 @@ def _offload_context(given: pb.OffloadContext) -> stored.OffloadContext:
 
 
 def ledgers(given: Ledgers) -> stored.InUseLedgers:
-    """Reads ledgers that are said to be in use. Raises `InvalidArgument`."""
+    """Read ledgers that are reported to be in use. Raises `InvalidArgument`."""
     ledger_type = _required("ledger_type", given.ledger_type, _LEDGER_TYPE, stored.LedgerType)
     rows = len(given.ledger_id)
     if bool(given.uuid_msb) != bool(given.uuid_lsb):
@@ -117,7 +113,7 @@ def ledgers(given: Ledgers) -> stored.InUseLedgers:
 
 
 def deletion_query(given: pb.DeletionFilter) -> deletion_values.DeletionFilter:
-    """Reads the filter of a request. Raises `InvalidArgument`."""
+    """Read the filter of a request. Raises `InvalidArgument`."""
     if len(given.deletion_id) > FILTER_IDS_MAX:
         raise errors.InvalidArgument(f"deletion_id has {len(given.deletion_id)} ids; it may have {FILTER_IDS_MAX}")
     named = frozenset(_place(row, deletion_id) for row, deletion_id in enumerate(given.deletion_id))
@@ -131,7 +127,7 @@ def deletion_query(given: pb.DeletionFilter) -> deletion_values.DeletionFilter:
 
 
 def _place(row: int, deletion_id: str) -> deletion_values.DeletionPlace:
-    """Of `<shard>.<number>`."""
+    """Read a deletion's id, `<shard>.<number>`. Raises `InvalidArgument`."""
     if (found := _DELETION_ID.fullmatch(deletion_id)) is not None:
         place = deletion_values.DeletionPlace(*map(int, found.groups()))
         if place.shard <= _U32_MAX and place.deletion_id <= _U64_MAX:
@@ -143,7 +139,7 @@ def _place(row: int, deletion_id: str) -> deletion_values.DeletionPlace:
 
 
 def _required(field: str, number: int, declared: descriptor.EnumDescriptor, kind: type[E]) -> E:
-    """Reads an enum's value that has to be given. Raises `InvalidArgument`."""
+    """Read the value of an enum that must be given. Raises `InvalidArgument`."""
     found = _optional(field, number, declared, kind)
     if found is None:
         raise errors.InvalidArgument(f"{field}: none is given; give one of {', '.join(each.name for each in kind)}")
@@ -151,7 +147,10 @@ def _required(field: str, number: int, declared: descriptor.EnumDescriptor, kind
 
 
 def _optional(field: str, number: int, declared: descriptor.EnumDescriptor, kind: type[E]) -> E | None:
-    """None for 0. The numbers are the same on the wire and in the store. Raises `InvalidArgument`."""
+    """Read the value of an enum; return None for 0. Raises `InvalidArgument`.
+
+    The numbers are the same on the wire and in the store.
+    """
     if not number:
         return None
     parsing.require_known(field, number, declared)
@@ -218,12 +217,12 @@ def _state(deletion: stored.Deletion) -> pb.Deletion.State.ValueType:
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["LedgerDeletion"]
 
 PAGE_SIZE_DEFAULT = 100
-# A deletion takes 10 us to encode, on the loop.
+# Encoding a deletion takes 10 us on the event loop.
 PAGE_SIZE_MAX = 1_000
 STORE_BYTES_MAX = 255
-# As long as a key of S3.
+# The maximum length of an S3 key (bytes)
 PREFIX_BYTES_MAX = 1_024
-# A deletion's shard and number.
+# A deletion's shard and number
 _PLACE = struct.Struct("<QQ")
 
 _ListRequest: TypeAlias = pb.ListPendingDeletesRequest | pb.ListDeadDeletesRequest | pb.ListEndedDeletesRequest
@@ -254,7 +253,7 @@ class LedgerDeletion:
 
     async def _record_pending_deletes(self, request: pb.RecordPendingDeletesRequest) -> pb.RecordPendingDeletesResponse:
         given = len(request.deletes)
-        # Reading one takes 8 us, on the loop.
+        # Reading one takes 8 us on the event loop.
         if given > deletion_checks.DELETES_MAX:
             most = deletion_checks.DELETES_MAX
             raise errors.InvalidArgument(f"deletes has {given} records; a request must have 1 to {most}")

@@ -1,7 +1,7 @@
-"""Pages of lists on the wire: how many entries one has, and the token by which the next one is asked for.
+"""Encodes page tokens and checks page sizes of lists.
 
-Owns: the bytes of a token, whose list it is of, and that one which goes on from a place is of one request.
-Does not own: what follows what in a list (engine).
+A token names its list, so that another list refuses it. One that continues from a place holds a digest of its request,
+too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DIGEST_BYTES = 8
 
 
 class List(enum.Enum):
-    """Whose pages a token turns: its first byte."""
+    """The list whose pages a token turns: its first byte."""
 
     TOPICS = b"\x01"
     BUCKETS = b"\x02"
@@ -46,19 +46,22 @@ class Paged(Protocol):
 
 
 def page_size(request: Paged, *, default: int, most: int) -> int:
-    """How many entries a page may have: what is asked for, or the default. Raises `InvalidArgument` above the most."""
+    """Return how many entries a page may have: the given size or the default.
+
+    Raises `InvalidArgument` if the size is above `most`.
+    """
     if request.page_size > most:
         raise errors.InvalidArgument(f"page_size: {request.page_size}, the limit is {most}")
     return request.page_size or default
 
 
 def of_name(after: str | None, of: List) -> str:
-    """A token that goes on after a name, whatever else is asked for; empty when nothing follows."""
+    """Return a token that continues after a name, for any request; "" if nothing follows."""
     return _encoded(of, after.encode()) if after else ""
 
 
 def name_in(token: str, of: List) -> str:
-    """After which name the page begins; empty for the first. Raises `InvalidArgument`."""
+    """Return the name after which the page begins; "" for the first page. Raises `InvalidArgument`."""
     if not token:
         return ""
     try:
@@ -68,13 +71,14 @@ def name_in(token: str, of: List) -> str:
 
 
 def of_place(after: tuple[int, ...] | None, request: message.Message, of: List, form: struct.Struct) -> str:
-    """A token that turns the pages of one request; empty when nothing follows."""
+    """Return a token that turns the pages of one request; "" if nothing follows."""
     return "" if after is None else _encoded(of, _digest(request) + form.pack(*after))
 
 
 def place_in(request: message.Message, token: str, of: List, form: struct.Struct) -> tuple[int, ...]:
-    """After which place the page begins; empty for the first. Raises `InvalidArgument`, also for a token of another
-    request.
+    """Return the place after which the page begins; () for the first page.
+
+    Raises `InvalidArgument`, also for the token of another request.
     """
     if not token:
         return ()
@@ -89,7 +93,7 @@ def place_in(request: message.Message, token: str, of: List, form: struct.Struct
 
 
 def _digest(request: message.Message) -> bytes:
-    """A digest of what a request asks for, whichever page that is of."""
+    """Return a digest of a request, the same for each of its pages."""
     asked = type(request)()
     asked.CopyFrom(request)
     for name in ("page_size", "page_token"):

@@ -1,8 +1,6 @@
-"""Bytes of a request to its message, with a refusal that says what is wrong with them.
+"""Parses the bytes of a request, and refuses a bad one with INVALID_ARGUMENT that names the field.
 
-Owns: the limit on a message's size, and naming the field that does not parse. gRPC's own parsing would end the call
-with INTERNAL for a name that is not UTF-8; here it is INVALID_ARGUMENT and names the field.
-Does not own: the meaning of the fields (`row_requests`, the services, `daemon.core.limits`).
+gRPC's own parsing would end the call with INTERNAL for a name that is not UTF-8.
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ _LENGTH_DELIMITED = 2
 
 
 def parse(message_type: type[M], data: bytes, *, size_bytes_max: int) -> M:
-    """Parses a request. Raises `InvalidArgument` when it is too large, and when it does not parse, with what of it is
-    wrong.
-    """
+    """Parse a request. Raises `InvalidArgument` if it is too large, or names the field that does not parse."""
     if len(data) > size_bytes_max:
         raise errors.InvalidArgument(f"message: {len(data)} bytes, the limit is {size_bytes_max}")
     try:
@@ -36,7 +32,10 @@ def parse(message_type: type[M], data: bytes, *, size_bytes_max: int) -> M:
 
 
 def leading_number(data: bytes) -> int | None:
-    """Field 1 of a message that does not parse, if it is a number: the `request_id` of a request to refuse in band."""
+    """Return field 1 of a message that does not parse if it is a number, else None.
+
+    This is the `request_id` of a request to refuse in band.
+    """
     for field in _unparsed(data):
         if field.field_number == 1 and isinstance(field.data, int):
             return field.data
@@ -44,14 +43,14 @@ def leading_number(data: bytes) -> int | None:
 
 
 def require_known(field: str, number: int, declared: descriptor.EnumDescriptor) -> None:
-    """proto3 lets unknown numbers of an enum through. Raises `InvalidArgument`."""
+    """Check the number of an enum, since proto3 accepts unknown ones. Raises `InvalidArgument`."""
     if number not in declared.values_by_number:
         known = ", ".join(f"{value.number} = {value.name}" for value in declared.values)
         raise errors.InvalidArgument(f"{field}: {number} is not known; known are {known}")
 
 
 def _unparsed(data: bytes) -> list[Any]:
-    """The fields by number, without a schema; none when the bytes are no message at all."""
+    """Return the fields by number, without a schema; none if the bytes are not a message."""
     try:
         fields = unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(data))
     except message.DecodeError:
@@ -60,7 +59,7 @@ def _unparsed(data: bytes) -> list[Any]:
 
 
 def _text_fault(data: bytes, declared: Declared) -> str:
-    """The first text that is not UTF-8, by the name of its field; empty when there is none."""
+    """Describe the first text that is not UTF-8, with its field's name. Returns "" if there is none."""
     for unparsed in _unparsed(data):
         field = declared.fields_by_number.get(unparsed.field_number)
         if field is None or unparsed.wire_type != _LENGTH_DELIMITED:
@@ -76,7 +75,7 @@ def _text_fault(data: bytes, declared: Declared) -> str:
 
 
 def _name(field: Declared) -> str:
-    """The field's name; of a map's key or value with the name that the map has in the contract."""
+    """Return the field's name; that of a map's key or value begins with the map's name."""
     entry = field.containing_type
     if not entry.GetOptions().map_entry:
         return str(field.name)

@@ -1,10 +1,9 @@
-"""The requests of one stream that are in flight, and their answers.
+"""Tracks the requests of one stream that are in flight, and writes their answers.
 
-Owns: the bound on what a stream may have unanswered (reading stops at it: back-pressure), writing answers in the order
-in which they become known, by one writer, and the last answers before a stream ends by an error.
-Does not own: what a request is and does (`delayed_delivery_service`, `dispatch_service`).
+Reading stops at a bound on unanswered requests: this is back-pressure. One writer sends answers in the order in which
+they become known, and the last ones before an error ends the stream.
 
-A request costs no task: its work is a future, whose callback queues the answer and wakes the writer.
+A request needs no task: its work is a future, whose callback queues the answer and wakes the writer.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from typing import Any, Protocol, TypeVar
 from daemon import errors
 from daemon.settings import GrpcSettings
 
-# How long a stream that ends by an error stays for answers that are not known yet.
+# Time for which a failing stream waits for answers that are not known yet (seconds)
 LAST_ANSWERS_S = 5.0
 
 T = TypeVar("T")
 
 
 class Connection(Protocol):
-    """What a stream is read from and written to: a call, or a lane of one."""
+    """The port to a stream's caller: a call, or a lane of one."""
 
     async def read(self) -> object:
-        """The next request as bytes; anything else when the caller has sent its last."""
+        """Return the next request as bytes, or anything else after the caller's last one."""
 
     async def write(self, message: bytes, /) -> object:
-        """Sends an answer; returns when the next one may be sent."""
+        """Send an answer; return when the next one may be sent."""
 
 
 class Pipeline:
-    """One stream's requests in flight. Used by its reader, which submits, and its writer, which waits and flushes."""
+    """The requests in flight of one stream. Its reader submits; its writer waits and flushes."""
 
     def __init__(self, context: Connection, settings: GrpcSettings) -> None:
         self._context = context
@@ -50,11 +49,11 @@ class Pipeline:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is not answered yet, the answer's writing included."""
+        """True if a request is unanswered, or its answer is being written."""
         return self._requests > 0
 
     async def read(self) -> bytes | None:
-        """The next request; None when the caller has sent its last."""
+        """Return the next request, or None after the caller's last one."""
         data: object = await self._context.read()
         return data if isinstance(data, bytes) else None
 
@@ -64,7 +63,7 @@ class Pipeline:
         work: Callable[[], Awaitable[T]],
         answer: Callable[[T | Exception], bytes | None],
     ) -> None:
-        """Starts a request. `answer` encodes its outcome or its error, None for no answer."""
+        """Start a request. `answer` encodes its outcome or error, or returns None for no answer."""
         self._requests += 1
         self._bytes += size_bytes
         try:
@@ -86,19 +85,19 @@ class Pipeline:
         future.add_done_callback(finished)
 
     async def room(self) -> None:
-        """Returns when another request may be read. A request larger than the bound still goes, alone."""
+        """Wait until another request may be read. A request larger than the bound is still served, alone."""
         while self._requests >= self._requests_max or self._bytes >= self._bytes_max:
             self._room.clear()
             await self._room.wait()
 
     async def flush(self) -> None:
-        """Writes the answers that are known. Raises `NotOwner` when that was the outcome of a request."""
+        """Write the known answers. Raises `NotOwner` if that was the outcome of a request."""
         await self._write_known()
         if self._moved is not None:
             raise self._moved
 
     async def settle(self) -> None:
-        """Writes the answers of what is in flight, as far as they become known in time. The stream ends after it."""
+        """Write the answers of requests in flight that become known in time, before the stream ends."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_ANSWERS_S):
                 while self.busy:
@@ -126,7 +125,7 @@ class Pipeline:
 
 
 async def end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels what still runs and waits for it; its outcome does not matter any more."""
+    """Cancel unfinished tasks and wait for them; ignore their outcomes."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,7 +21,7 @@ from storage_backends.formats.row_columns import Rows
 from tarry.packed_fields import Piece, nested, pack, tag_bytes, varint
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 
-# Of one `Messages`; at most 370 KB, which every limit on messages allows, also the 4 MiB of a gRPC client by default.
+# Rows of one `Messages`. They take at most 370 KB, below every limit on messages, such as the 4 MiB of a gRPC client.
 MESSAGES_ROWS_MAX = 10_000
 
 _MESSAGES = tag_bytes(dispatch_pb2.Messages)
@@ -37,7 +37,7 @@ _SCHEDULED = tag_bytes(inspect_pb2.ListScheduledResponse)
 _BACKLOG = tag_bytes(inspect_pb2.ListBacklogResponse)
 _DEAD_LETTERS = tag_bytes(inspect_pb2.ListDeadLettersResponse)
 
-# Answers that tell what was ignored.
+# Answers that report ignored positions
 TellsIgnored: TypeAlias = (
     dispatch_pb2.Done
     | dispatch_pb2.AcknowledgeResponse
@@ -47,7 +47,7 @@ TellsIgnored: TypeAlias = (
 
 
 def fill_ignored(response: TellsIgnored, ignored: Ignored) -> None:
-    """How many positions were ignored, which, and why."""
+    """Set how many positions were ignored, which, and why."""
     if len(ignored):
         response.ignored = len(ignored)
         order = np.argsort(ignored.index)
@@ -56,12 +56,12 @@ def fill_ignored(response: TellsIgnored, ignored: Ignored) -> None:
 
 
 def _one_where_alike(reasons: npt.NDArray[np.uint8]) -> Any:
-    """A list of the numbers of an enum of the wire: one for each row, or one for all."""
+    """Return numbers of an enum of the wire: one for each row, or one for all."""
     return (reasons[:1] if (reasons == reasons[0]).all() else reasons).tolist()
 
 
 def add_response(outcome: AddOutcome) -> bytes:
-    """An encoded `AddMessagesResponse`."""
+    """Encode an `AddMessagesResponse`."""
     encoded = _ADDED["accepted"] + varint(outcome.accepted) if outcome.accepted else b""
     if outcome.duplicates:
         encoded += _ADDED["duplicates"] + varint(outcome.duplicates)
@@ -80,7 +80,7 @@ def add_response(outcome: AddOutcome) -> bytes:
 
 
 def stream_add_response(request_id: int, outcome: AddOutcome) -> bytes:
-    """An encoded `StreamAddMessagesResponse`."""
+    """Encode a `StreamAddMessagesResponse`."""
     return b"".join(
         (_STREAM_ADDED["request_id"], varint(request_id), nested(_STREAM_ADDED["added"], add_response(outcome)))
     )
@@ -115,31 +115,31 @@ def _fill_refused(
 
 
 def subscribe_responses(handed: call_values.HandedOut) -> Iterator[bytes]:
-    """Encoded `SubscribeResponse`s with the rows as `Messages` of at most `MESSAGES_ROWS_MAX` rows."""
+    """Encode rows as `SubscribeResponse`s with `Messages` of at most `MESSAGES_ROWS_MAX` rows."""
     for start in range(0, len(handed.rows), MESSAGES_ROWS_MAX):
         yield nested(_SUBSCRIBE["messages"], _messages(handed, slice(start, start + MESSAGES_ROWS_MAX)))
 
 
 def planned_response(planned: call_values.Planned) -> bytes:
-    """An encoded `SubscribeResponse` with the answer to a plan."""
+    """Encode a `SubscribeResponse` with the answer to a plan."""
     fields: list[Piece] = [_PLANNED["request_id"], varint(planned.request_id), _PLANNED["epoch"], varint(planned.epoch)]
     pack(fields, _PLANNED["consumer_id"], planned.consumer_id, "<u4")
     return nested(_SUBSCRIBE["planned"], b"".join(fields))
 
 
 def taken_back_responses(taken_back: call_values.TakenBack) -> Iterator[bytes]:
-    """Encoded `SubscribeResponse`s with the rows as `TakenBack` of at most `MESSAGES_ROWS_MAX` rows."""
+    """Encode rows as `SubscribeResponse`s with `TakenBack` of at most `MESSAGES_ROWS_MAX` rows."""
     for start in range(0, len(taken_back.rows.rows), MESSAGES_ROWS_MAX):
         yield nested(_SUBSCRIBE["taken_back"], _taken_back(taken_back.rows, slice(start, start + MESSAGES_ROWS_MAX)))
 
 
 def leased_response(leased: call_values.Leased, rest: dispatch_pb2.GetScheduledMessagesResponse) -> bytes:
-    """An encoded `GetScheduledMessagesResponse`; `rest` has what is not in the columns."""
+    """Encode a `GetScheduledMessagesResponse`; `rest` has all but the columns."""
     return nested(_LEASED["messages"], _messages(leased.handed_out, slice(None))) + rest.SerializeToString()
 
 
 def contains_response(contained: Contained) -> bytes:
-    """An encoded `ContainsMessagesResponse`."""
+    """Encode a `ContainsMessagesResponse`."""
     encoded = nested(_CONTAINED["pending"], _entry_ranges(contained.pending)) + nested(
         _CONTAINED["due"], _entry_ranges(contained.due)
     )
@@ -151,7 +151,7 @@ def contains_response(contained: Contained) -> bytes:
 
 
 def scheduled_response(page: call_values.ScheduledPage, rest: inspect_pb2.ListScheduledResponse) -> bytes:
-    """An encoded `ListScheduledResponse`; `rest` has what is not in the columns."""
+    """Encode a `ListScheduledResponse`; `rest` has all but the columns."""
     if page.subscription_index.any():
         rest.subscription_index.extend(page.subscription_index.tolist())
         rest.subscriptions.extend(page.subscriptions)
@@ -159,7 +159,7 @@ def scheduled_response(page: call_values.ScheduledPage, rest: inspect_pb2.ListSc
 
 
 def backlog_response(page: call_values.BacklogPage, rest: inspect_pb2.ListBacklogResponse) -> bytes:
-    """An encoded `ListBacklogResponse`; `rest` has what is not in the columns."""
+    """Encode a `ListBacklogResponse`; `rest` has all but the columns."""
     state = np.where(page.in_flight, inspect_pb2.BACKLOG_STATE_IN_FLIGHT, inspect_pb2.BACKLOG_STATE_READY)
     fields: list[Piece] = []
     if page.redeliver_at_ms is not None:
@@ -223,7 +223,7 @@ def _entry_ranges(ranges: EntryRanges) -> bytes:
 
 
 def dead_letter_page_response(page: call_values.DeadLetterPage, rest: inspect_pb2.ListDeadLettersResponse) -> bytes:
-    """An encoded `ListDeadLettersResponse`; `rest` has what is not in the columns."""
+    """Encode a `ListDeadLettersResponse`; `rest` has all but the columns."""
     rows = page.rows
     fields: list[Piece] = []
     for name in ("dead_letter_id", "ledger_id", "entry_id", "deliver_at_ms", "dead_at_ms"):

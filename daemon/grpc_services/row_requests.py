@@ -31,7 +31,7 @@ from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from tarry.packed_fields import Fields, NotPlainError, scan, tags
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 
-# A count of redeliveries that no hand-out has.
+# A redelivery count that no delivery has
 COUNT_NONE = (1 << 32) - 1
 
 U64 = npt.NDArray[np.uint64]
@@ -39,7 +39,7 @@ U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
 T = TypeVar("T", bound=np.generic)
 
-# Requests that name positions with the times that they were handed out with.
+# Requests that name positions with the times with which they were delivered
 Handed: TypeAlias = (
     dispatch_pb2.Acknowledge | dispatch_pb2.AcknowledgeRequest | dispatch_pb2.Extend | dispatch_pb2.ExtendLeaseRequest
 )
@@ -50,7 +50,7 @@ Entries: TypeAlias = (
     Handed | NegativeAcknowledge | Timed | delayed_delivery_pb2.CancelMessagesRequest | dispatch_pb2.PlanDispatch
 )
 
-# The largest and the longest varint of a sint32.
+# The largest varint of a sint32, and the longest (bytes)
 _LEVEL_FOLDED_MAX = (1 << 32) - 1
 _LEVEL_BYTES_MAX = 5
 
@@ -153,7 +153,7 @@ def _names_of_add(data: bytes, fields: Fields) -> tuple[str, str | None]:
 
 
 def _add_row(data: bytes, fields: Fields) -> AddRow | None:
-    """The one row of an add; None where the columns do not fit together."""
+    """Read the one row of an add. Returns None if the columns do not fit together."""
     by_delay = _DELAY_MS in fields
     key_hash = fields.get(_KEY_HASH)
     ledger_id, time = fields[_LEDGER_ID], fields[_DELAY_MS if by_delay else _DELIVER_AT_MS]
@@ -186,7 +186,7 @@ def _plain_batch(data: bytes, fields: Fields) -> AddBatch:
 
 
 def add_batch(request: delayed_delivery_pb2.AddMessagesRequest) -> AddBatch:
-    """The request's rows. Raises `InvalidArgument`."""
+    """Read the request's rows. Raises `InvalidArgument`."""
     if request.already_due:
         parsing.require_known("already_due", request.already_due, delayed_delivery_pb2.AlreadyDue.DESCRIPTOR)
     if request.on_invalid:
@@ -208,7 +208,7 @@ def add_batch(request: delayed_delivery_pb2.AddMessagesRequest) -> AddBatch:
 
 
 def reschedule_batch(request: delayed_delivery_pb2.RescheduleMessagesRequest) -> RescheduleBatch:
-    """The request's positions and their new times. Raises `InvalidArgument`."""
+    """Read the request's positions and their new times. Raises `InvalidArgument`."""
     ledger_id, entry_id = positions(request)
     _require_one_of({name: len(getattr(request, name)) for name in ("deliver_at_ms", "delay_ms")})
     deliver_at_ms, delay_ms = _times(request, len(entry_id))
@@ -222,7 +222,7 @@ def reschedule_batch(request: delayed_delivery_pb2.RescheduleMessagesRequest) ->
 
 
 def _require_one_of(lengths: Mapping[str, int]) -> None:
-    """`lengths`: of columns of which exactly one is given, by their names."""
+    """Check that exactly one of some columns is given: name -> length. Raises `InvalidArgument`."""
     given = {name: length for name, length in lengths.items() if length}
     if not given:
         raise errors.InvalidArgument(f"{', '.join(lengths)}: none is given; give exactly one")
@@ -233,7 +233,7 @@ def _require_one_of(lengths: Mapping[str, int]) -> None:
 
 
 def _times(request: Timed, rows: int) -> tuple[U64 | None, U64 | None]:
-    """deliver_at_ms and delay_ms, of which at most one is given."""
+    """Read deliver_at_ms and delay_ms, of which at most one is given."""
     deliver_at_ms, delay_ms = request.deliver_at_ms, request.delay_ms
     return (
         row_column("deliver_at_ms", deliver_at_ms, rows, np.uint64) if deliver_at_ms else None,
@@ -241,7 +241,7 @@ def _times(request: Timed, rows: int) -> tuple[U64 | None, U64 | None]:
     )
 
 
-# ---- what dispatchers send
+# ---- requests of dispatchers
 
 
 def subscribe(
@@ -297,7 +297,7 @@ def _plain_nack(data: bytes) -> NegativelyAcknowledged:
 
 
 def handed_out(request: Handed) -> HeldPositions:
-    """Positions to acknowledge, or whose lease or time-out is moved. Raises `InvalidArgument`."""
+    """Read positions to acknowledge, or whose lease or ack timeout to extend. Raises `InvalidArgument`."""
     ledger_id, entry_id = positions(request)
     rows = len(entry_id)
     deliver_at_ms = row_column("deliver_at_ms", request.deliver_at_ms, rows, np.uint64)
@@ -305,14 +305,14 @@ def handed_out(request: Handed) -> HeldPositions:
 
 
 def acknowledged(request: Acknowledge) -> HeldPositions:
-    """Hand-outs to acknowledge. Raises `InvalidArgument`."""
+    """Read deliveries to acknowledge. Raises `InvalidArgument`."""
     positions = handed_out(request)
     counts = redelivery_count("redelivery_count", request.redelivery_count, len(positions))
     return dataclasses.replace(positions, redelivery_count=counts)
 
 
 def redelivery_count(field: str, values: Sequence[int], rows: int) -> U32 | None:
-    """Which hand-outs are named; None: any. Raises `InvalidArgument`."""
+    """Read the counts that name deliveries, or None, which names any. Raises `InvalidArgument`."""
     if not values:
         return None
     counts = row_column(field, values, rows, np.uint32)
@@ -325,7 +325,7 @@ def redelivery_count(field: str, values: Sequence[int], rows: int) -> U32 | None
 
 
 def nack(request: NegativeAcknowledge) -> call_values.Nack:
-    """Positions to redeliver or to reject. Raises `InvalidArgument`."""
+    """Read positions to redeliver or to reject. Raises `InvalidArgument`."""
     ledger_id, entry_id = positions(request)
     rows = len(entry_id)
     given = [name for name in ("delay_ms", "delay_level", "reject") if getattr(request, name)]
@@ -353,14 +353,14 @@ def nack(request: NegativeAcknowledge) -> call_values.Nack:
 
 
 def planned(request: dispatch_pb2.PlanDispatch) -> tuple[U64, U64, U32 | None]:
-    """ledger_id, entry_id and hashes of the positions to plan. Raises `InvalidArgument`."""
+    """Read ledger_id, entry_id and hashes of the positions to plan. Raises `InvalidArgument`."""
     ledger_id, entry_id = positions(request)
     key_hash = row_column("key_hash", request.key_hash, len(entry_id), np.uint32) if request.key_hash else None
     return ledger_id, entry_id, key_hash
 
 
 def _batch_index(values: Sequence[int], rows: int) -> U32 | None:
-    """None when all rows are entries as a whole."""
+    """Read batch indexes. Returns None if every row is a whole entry."""
     if not values:
         return None
     column = row_column("batch_index", values, rows, np.uint32)
@@ -368,16 +368,16 @@ def _batch_index(values: Sequence[int], rows: int) -> U32 | None:
 
 
 def held_by_consumers(request: dispatch_pb2.Open) -> call_values.HeldByConsumers:
-    """The positions that the dispatcher's consumers still hold, maybe none. Raises `InvalidArgument`."""
+    """Read the positions that the dispatcher's consumers still hold, possibly none. Raises `InvalidArgument`."""
     positions = held(request, "held_consumer_id")
     key_hash = np.array(request.held_key_hash, np.uint32) if request.held_key_hash else None
     return call_values.HeldByConsumers(positions, np.array(request.held_consumer_id, np.uint32), key_hash)
 
 
 def held(request: dispatch_pb2.Open, *further: str) -> HeldPositions:
-    """The positions that the dispatcher still holds, maybe none. `further`: columns that each of them stands in.
+    """Read the positions that the dispatcher still holds, possibly none. Raises `InvalidArgument`.
 
-    Raises `InvalidArgument`.
+    `further` names more columns that have a value for each of them.
     """
     always = ("held_ledger_id", "held_entry_id", "held_deliver_at_ms", *further)
     lengths = {name: len(getattr(request, name)) for name in always}
@@ -398,11 +398,11 @@ def held(request: dispatch_pb2.Open, *further: str) -> HeldPositions:
     )
 
 
-# ---- what others ask
+# ---- other requests
 
 
 def entry_ranges(request: delayed_delivery_pb2.ContainsMessagesRequest) -> EntryRanges:
-    """What is asked for; a position is a range of one entry. Raises `InvalidArgument`."""
+    """Read ranges to look up; a position is a range of one entry. Raises `InvalidArgument`."""
     rows = _row_count("entry_id", request.entry_id)
     ledger_id = row_column("ledger_id", request.ledger_id, rows, np.uint64)
     first = np.array(request.entry_id, np.uint64)
@@ -417,7 +417,7 @@ def entry_ranges(request: delayed_delivery_pb2.ContainsMessagesRequest) -> Entry
 
 
 def ledger_ranges(request: delayed_delivery_pb2.TrimMessagesRequest) -> LedgerRanges:
-    """What is trimmed. Raises `InvalidArgument`."""
+    """Read ranges to trim. Raises `InvalidArgument`."""
     rows = _row_count("ledger_id", request.ledger_id)
     if len(request.entry_id) != rows:
         raise errors.InvalidArgument(
@@ -429,7 +429,7 @@ def ledger_ranges(request: delayed_delivery_pb2.TrimMessagesRequest) -> LedgerRa
 
 
 def dead_letter_filter(request: inspect_pb2.DeadLetterFilter) -> DeadLetterFilter:
-    """Reads the filter of a request. Raises `InvalidArgument` for a reason that is not known."""
+    """Read the filter of a request. Raises `InvalidArgument` if the reason is not known."""
     parsing.require_known("reason", request.reason, inspect_pb2.DeadLetterReason.DESCRIPTOR)
     ledgers = request.ledgers
     return DeadLetterFilter(
@@ -445,7 +445,7 @@ def dead_letter_filter(request: inspect_pb2.DeadLetterFilter) -> DeadLetterFilte
 
 
 def positions(request: Entries) -> tuple[U64, U64]:
-    """ledger_id and entry_id of the request's rows. Raises `InvalidArgument`."""
+    """Read ledger_id and entry_id of the request's rows. Raises `InvalidArgument`."""
     rows = _row_count("entry_id", request.entry_id)
     return row_column("ledger_id", request.ledger_id, rows, np.uint64), np.array(request.entry_id, np.uint64)
 
@@ -459,8 +459,9 @@ def _row_count(field: str, values: Sequence[int]) -> int:
 def row_column(
     field: str, values: Sequence[int], rows: int, dtype: type[T], *, rows_of: str = "entry_id"
 ) -> npt.NDArray[T]:
-    """A value for each row; a column of length 1 applies to all. `rows_of`: the column whose length is that of the
-    rows. Raises `InvalidArgument`.
+    """Return a value for each row; a column of length 1 applies to all. Raises `InvalidArgument`.
+
+    `rows_of` names the column whose length is the number of rows.
     """
     given = len(values)
     if given == rows:
@@ -476,7 +477,7 @@ def row_column(
 
 
 def _enum(fields: Fields, tag: int, known: frozenset[int]) -> int:
-    """The number of an enum, 0 where it is not given."""
+    """Read the number of an enum. Returns 0 if it is not given."""
     if tag not in fields:
         return 0
     number = fields[tag][1]
@@ -491,7 +492,7 @@ def _text(data: bytes, field: tuple[int, int]) -> str:
 
 
 def _u64(data: bytes, field: tuple[int, int], rows: int) -> U64:
-    """The packed column, or its one value for all rows."""
+    """Read the packed column, or its one value for all rows."""
     start, size = field
     if size == rows << 3 and rows:
         return np.frombuffer(data, "<u8", rows, start).astype(np.uint64)
@@ -503,7 +504,10 @@ def _u64(data: bytes, field: tuple[int, int], rows: int) -> U64:
 
 
 def _levels(data: bytes, field: tuple[int, int], rows: int) -> I32:
-    """The column of packed sint32, or its one value for all rows. Of many values each is one byte: -64 to 63."""
+    """Read the column of packed sint32, or its one value for all rows.
+
+    Several values must have one byte each: -64 to 63.
+    """
     start, size = field
     if size == rows and rows:
         folded = np.frombuffer(data, np.uint8, rows, start)
@@ -526,7 +530,7 @@ def _levels(data: bytes, field: tuple[int, int], rows: int) -> I32:
 
 
 def _counts(data: bytes, field: tuple[int, int] | None, rows: int) -> U32 | None:
-    """The column of counts, or its one value for all rows; None where there is none."""
+    """Read the column of counts, or its one value for all rows. Returns None if there is none."""
     if field is None:
         return None
     start, size = field

@@ -1,11 +1,7 @@
-"""The gRPC server: which services it has, on which address, within which bounds.
+"""Runs the gRPC server: its services, reflection, health, addresses and limits, and how it drains.
 
-Owns: the list of services, reflection, the channel's options, start and drain.
-Does not own: the services, and the engine, which is started and stopped by `daemon.process`.
-
-`grpc.health.v1`: the engine's health, for the daemon ("") and for each service.
-
-Owns: telling it to those who ask and watch. Does not own: what healthy means, its log and its metric (engine).
+`HealthReport` reports the engine's health by `grpc.health.v1`, for the daemon ("") and for each service. Only
+`daemon.process` imports this module; that starts and stops the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ from daemon.owner.engine import Engine
 
 
 class HealthReport:
-    """Follows the engine's health until it is closed."""
+    """The health service, which follows the engine's health until it is closed."""
 
     def __init__(self, engine: Engine, service_names: Sequence[str]) -> None:
         self.servicer = health.aio.HealthServicer()
@@ -44,13 +40,13 @@ class HealthReport:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Tells the health as it is now, then its changes."""
+        """Report the current health, then each change."""
         self._engine.on_health_change(lambda _: self._changed.set())
         await self._tell()
         self._task = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
-        """Tells NOT_SERVING, for good."""
+        """Report NOT_SERVING for good."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -69,7 +65,7 @@ class HealthReport:
             await self.servicer.set(name, status)
 
 
-# A message that is a little too large is still read, so that it can be refused by name; beyond that gRPC itself ends
+# A message that is slightly too large is still read, so that it can be refused by name. Beyond that gRPC itself ends
 # the call with RESOURCE_EXHAUSTED.
 MESSAGE_ROOM_BYTES = 1 << 20
 
@@ -86,10 +82,7 @@ class Server:
         self._dispatch: dispatch_service.Dispatch | None = None
 
     def bind(self) -> int:
-        """Takes the addresses, so that the daemon knows its port before it serves.
-
-        Raises `OSError` when one is taken.
-        """
+        """Bind the addresses, so that the daemon knows its port before it serves. Raises `OSError` if one is taken."""
         listen, unix_socket = self._settings.grpc.listen, self._settings.grpc.unix_socket
         door = self._admission.door
         try:
@@ -104,14 +97,14 @@ class Server:
         return port
 
     def _bind_unix_socket(self, path: str) -> None:
-        """Binds a socket that its own user alone may use. A socket that a former process has left is replaced."""
+        """Bind a socket that only its own user may use. Replaces a socket that a former process has left."""
         try:
             self._server.add_insecure_port(f"unix:{path}")
         except RuntimeError as error:
             raise OSError(f"grpc.unix_socket: {path} cannot be bound: {error}") from error
 
     async def start(self, engine: Engine) -> None:
-        """Serves. An engine that is not ready refuses by itself; health follows it."""
+        """Serve. An engine that is not ready refuses calls itself, and health follows it."""
         self._delayed_delivery = delayed_delivery_service.DelayedDelivery(engine, self._settings)
         self._dispatch = dispatch_service.Dispatch(engine, self._settings)
         services = {
@@ -147,9 +140,9 @@ class Server:
         await self._server.start()
 
     async def drain(self) -> None:
-        """Says NOT_SERVING, takes no new call, and lets open ones end for `grpc.drain_s` before it cancels them.
+        """Report NOT_SERVING, take no new call, and cancel calls that are still open after `grpc.drain_s` seconds.
 
-        Streams of adds and of many lanes end by themselves, those of dispatchers with the engine.
+        Streams of adds and of many lanes end themselves; those of dispatchers end with the engine.
         """
         if self._health is not None:
             await self._health.close()
@@ -160,13 +153,16 @@ class Server:
         await self._server.stop(self._settings.grpc.drain_s)
 
     def left(self) -> list[str]:
-        """The calls that are not answered, for people."""
+        """Describe the unanswered calls for the log."""
         open_calls = self._admission.open_calls
         return [f"{open_calls} calls are open"] if open_calls else []
 
 
 def _credentials(door: Door, at_first: Certificates) -> grpc.ServerCredentials:
-    """TLS with the certificates in force: gRPC asks for them at each new connection, in a thread of its own."""
+    """Return TLS credentials that follow the certificates.
+
+    gRPC asks for the certificates at each new connection, in a thread of its own.
+    """
     current = at_first
 
     def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -199,9 +195,9 @@ def _options(settings: config.Config) -> list[tuple[str, Any]]:
         ("grpc.keepalive_time_ms", int(server.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(server.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
-        # Clients may probe as often as every 5 s, also between calls, without being sent away.
+        # Clients may probe every 5 s, also between calls, without being disconnected.
         ("grpc.http2.min_ping_interval_without_data_ms", 5000),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5000),
-        # Two daemons on one port would both be reached, by chance.
+        # Connections to two daemons on one port would reach either, by chance.
         ("grpc.so_reuseport", 0),
     ]

@@ -1,9 +1,8 @@
-"""Errors as gRPC statuses: the only place where one becomes the other.
+"""Maps errors to gRPC statuses; no other module does.
 
-Owns: the table of codes, `google.rpc.Status` with its `ErrorInfo`, and the trailing metadata (`retry-after-ms`,
-`former-owner-ms`, `owner-address`,
-`grpc-status-details-bin`). A refusal looks the same in band and at the end of a call.
-Does not own: the errors and their texts (`daemon.errors` and who raises them).
+It has the table of codes, `google.rpc.Status` with its `ErrorInfo`, and the trailing metadata (`retry-after-ms`,
+`former-owner-ms`, `owner-address`, `grpc-status-details-bin`). A refusal looks the same in band and at the end of a
+call.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ class Abortable(Protocol):
     ) -> NoReturn: ...
 
 
-# Headers of one call may be 8 KiB, and the text is in them twice: plain and in the details.
+# The headers of a call are limited to 8 KiB, and contain the text twice: plain and in the details.
 _TEXT_LENGTH_MAX = 1000
 
 log = logging.getLogger(__name__)
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
-    """INTERNAL for what is no `TarryError`."""
+    """Return the status code of an error; INTERNAL if it is not a `TarryError`."""
     for kind in type(error).__mro__:
         if kind in CODES:
             return CODES[kind]
@@ -63,7 +62,7 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 
 
 def refusal(error: BaseException) -> status_pb2.Status:
-    """The error as it stands in an answer of a stream. What is our fault goes to the log."""
+    """Return the error as it appears in an answer of a stream. Logs the daemon's own faults."""
     code = code_of(error)
     text = str(error)
     if code is grpc.StatusCode.INTERNAL:
@@ -80,7 +79,7 @@ def refusal(error: BaseException) -> status_pb2.Status:
 
 
 async def abort(context: Abortable, error: BaseException) -> NoReturn:
-    """Ends the call with the error."""
+    """End the call with the error."""
     status = refusal(error)
     hints = tuple((name.replace("_", "-"), value) for name, value in _hints(error).items())
     await context.abort(
@@ -89,7 +88,7 @@ async def abort(context: Abortable, error: BaseException) -> NoReturn:
 
 
 def _hints(error: BaseException) -> dict[str, str]:
-    """What the caller should do about it, in `ErrorInfo.metadata`, and with hyphens in the trailing metadata."""
+    """Return hints for the caller: `ErrorInfo.metadata` and, with hyphens, trailing metadata."""
     retry_after_ms: int | None = getattr(error, "retry_after_ms", None)
     owner_address: str = getattr(error, "owner_address", "")
     of_topic: bool = getattr(error, "of_topic", False)
@@ -101,7 +100,7 @@ def _hints(error: BaseException) -> dict[str, str]:
 
 
 def _reason(error: BaseException) -> str:
-    """The class in capitals, such as `DELAY_TOO_LONG`; `INTERNAL` for what is no `TarryError`."""
+    """Return the class name in capitals, such as `DELAY_TOO_LONG`; `INTERNAL` if it is not a `TarryError`."""
     if not isinstance(error, errors.TarryError):
         return "INTERNAL"
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).upper()

@@ -1,18 +1,10 @@
-"""One subscription's stream: a dispatcher's requests and what is due for it.
+"""Serves one subscription's stream: a dispatcher's requests, and the rows that are due for it.
 
-Owns: the order of messages on it, that the engine's stream is closed however the call ends, and which request goes
-where.
-Does not own: permits, backlog and what is handed out (engine), requests in flight (`pipeline`), what only KEY_SHARED
-streams have (`key_shared_messages`), the form of columns and errors (`row_requests`, `row_answers`, `status`), and what
-carries the stream: a call of its own (`dispatch_service`) or a lane (`subscribe_many`).
+A call of its own (`dispatch_service`) or a lane (`subscribe_many`) carries the stream. A stream is one reader (Open,
+then Flow, Acknowledge and the like) and two writers, of answers and of due rows. The writers take turns: a `Done` waits
+for at most one `Messages`. The engine's stream is closed however the call ends.
 
-A stream is one reader (Open, then Flow, Acknowledge and the like) and two writers, of what is done and of what is due,
-which take turns: a `Done` waits for at most one `Messages`.
-
-Requests and answers that only KEY_SHARED streams have.
-
-Owns: consumers as the contract writes them, and which call of the engine each of these requests is.
-Does not own: streams (`subscribe`), the form of columns (`row_requests`), and what the requests do (engine).
+The requests and answers that only KEY_SHARED streams have are here, too.
 """
 
 from __future__ import annotations
@@ -33,7 +25,7 @@ from tarry.v1 import dispatch_pb2 as pb
 
 
 def require_none(request: pb.Open) -> None:
-    """A SHARED stream has no consumers. Raises `InvalidArgument`."""
+    """Refuse consumers, which a SHARED stream has not. Raises `InvalidArgument`."""
     for name in ("consumers", "held_consumer_id", "held_key_hash"):
         if given := len(getattr(request, name)):
             raise errors.InvalidArgument(f"{name}: {given} values; a SHARED stream has none")
@@ -50,16 +42,16 @@ def consumer(given: pb.Consumer) -> call_values.Consumer:
 
 
 def plan_request(stream: KeySharedStream, request: pb.PlanDispatch) -> Awaitable[None]:
-    """Answered by `Planned`, in order with what else goes out. Raises `InvalidArgument`."""
+    """Start a plan, answered by `Planned` in the order of the stream's messages. Raises `InvalidArgument`."""
     if not request.request_id:
         raise errors.InvalidArgument("request_id: 0; it must be at least 1, since Planned answers by it")
     return stream.plan(request.request_id, *row_requests.planned(request))
 
 
 def consumer_change(stream: KeySharedStream, request: pb.SubscribeRequest) -> Awaitable[Ignored]:
-    """The others, answered by `Done`. Raises `InvalidArgument`.
+    """Start any other KEY_SHARED request, answered by `Done`. Raises `InvalidArgument`.
 
-    A consumer has joined, or left, when this returns: what the caller sent next finds it so.
+    A consumer has joined or left when this returns, so the caller's next request sees the change.
     """
     match request.WhichOneof("request"):
         case "add_consumer":
@@ -81,7 +73,7 @@ async def _none_ignored(done: Awaitable[None] | None = None) -> Ignored:
 
 
 def key_shared_responses(outgoing: Outgoing) -> Iterator[bytes]:
-    """What goes out next, encoded."""
+    """Encode what the stream sends next."""
     match outgoing:
         case call_values.HandedOut():
             yield from row_answers.subscribe_responses(outgoing)
@@ -91,17 +83,17 @@ def key_shared_responses(outgoing: Outgoing) -> Iterator[bytes]:
             yield from row_answers.taken_back_responses(outgoing)
 
 
-# Of a request: which positions were ignored, and of a negative acknowledgement more.
+# The outcome of a request: ignored positions, and more for a negative acknowledgement
 _Outcome: TypeAlias = Ignored | call_values.NackOutcome
 _Work: TypeAlias = Callable[[], Awaitable[_Outcome]]
 _Opened: TypeAlias = DispatchStream | KeySharedStream
 
 
 class Dispatcher(pipeline.Connection, Protocol):
-    """Who subscribes: a call of its own, or a lane."""
+    """The subscribing caller: a call of its own, or a lane."""
 
     def check_topic(self, topic: str) -> None:
-        """Refuses a topic that the caller may not use. Raises `PermissionDenied`."""
+        """Refuse a topic that the caller may not use. Raises `PermissionDenied`."""
 
 
 async def serve(
@@ -112,10 +104,10 @@ async def serve(
     outlet: Outlet = UNBOUNDED,
     put: Callable[[bytes], None] | None = None,
 ) -> Exception | None:
-    """Serves one subscription to its end, and names an owner elsewhere. Why it ended; None: its dispatcher was done.
+    """Serve one subscription to its end, and name the owner if it is another daemon.
 
-    `outlet`: asked before anything is handed out. `put`: sends an answer and waits for nothing, once the outlet takes
-    it; None: that cannot be done.
+    Returns the error that ended it, or None if its dispatcher was done. `outlet` is asked before rows are delivered.
+    `put` sends an answer without waiting, once the outlet takes it; None if that is not possible.
     """
     try:
         await SubscribeStream(engine, settings, dispatcher, outlet, put).run()
@@ -128,7 +120,10 @@ async def serve(
 
 
 class SubscribeStream:
-    """When the dispatcher is done, its acknowledgements are still answered, and nothing more is sent."""
+    """The stream.
+
+    Once the dispatcher is done, its acknowledgements are still answered, and nothing more is delivered.
+    """
 
     def __init__(
         self,
@@ -144,7 +139,7 @@ class SubscribeStream:
         self._outlet = outlet
         self._put = put
         self._pipeline = pipeline.Pipeline(dispatcher, settings.grpc)
-        # One message is written at a time: what is done and what is due take turns.
+        # One message is written at a time: answers and due rows take turns.
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
@@ -162,7 +157,7 @@ class SubscribeStream:
             await self._dispatcher.write(pb.SubscribeResponse(opened=opened).SerializeToString())
             await self._serve(stream)
         except errors.TarryError:
-            # What is known of the caller's acknowledgements comes before the end.
+            # Known outcomes of the caller's acknowledgements are sent before the end.
             await self._pipeline.settle()
             raise
         finally:
@@ -180,7 +175,7 @@ class SubscribeStream:
         return request.open
 
     async def _open(self, request: pb.Open) -> _Opened:
-        """The engine's stream; closed as soon as it is there when the caller went away meanwhile."""
+        """Open the engine's stream; close it as soon as it is open if the caller has left meanwhile."""
         opening = asyncio.ensure_future(self._opened(request))
         try:
             return await asyncio.shield(opening)
@@ -224,10 +219,10 @@ class SubscribeStream:
                 await pipeline.end(reader, sender)
 
     async def _send(self, stream: _Opened, reader: asyncio.Future[None]) -> None:
-        """Sends what is due until the caller is done."""
+        """Deliver due rows until the caller is done."""
         while True:
             outgoing = await (stream.next() if isinstance(stream, KeySharedStream) else stream.next_messages())
-            # That a plan was made is to be answered.
+            # A plan that was made must be answered.
             is_owed = isinstance(outgoing, call_values.Planned)
             for response in key_shared_responses(outgoing):
                 async with self._writing:
@@ -329,7 +324,7 @@ def _put_all(put: Callable[[bytes], None], handed_out: call_values.HandedOut) ->
 
 
 def _not_planned(epoch: int, request_id: int, outcome: Exception | None) -> bytes | None:
-    """The answer to a plan that was refused; `Planned` has gone out otherwise."""
+    """Return the answer to a refused plan, or None, since `Planned` has answered any other."""
     return None if outcome is None else _done(epoch, request_id, outcome, answered=True)
 
 

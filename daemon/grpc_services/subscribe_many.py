@@ -1,22 +1,8 @@
-"""`SubscribeMany`: many subscriptions on one stream, each in a lane.
+"""Serves `SubscribeMany`: many subscriptions on one stream, each in a lane. It stands alone since its lanes have state.
 
-Owns: lanes, their numbers and how many there may be, reading and writing for all of them, and that the end of the
-stream ends them.
-Does not own: what a lane is and does (`subscribe`), the bytes (`lane_messages`), and who sends how much when
-(`lane_outbox`).
-
-One reader gives each lane what is for it, one writer sends what lanes have put out when it gets its turn. What a lane
-does not read in time waits, up to a bound; then the stream is not read any more: back-pressure.
-
-Messages of `SubscribeMany`: requests and answers of subscriptions, each with the number of its lane.
-
-Owns: their bytes. What a lane carries is passed on as bytes: who serves the lane reads it.
-Does not own: lanes (`subscribe_many`), and what they carry (`subscribe`).
-
-What is on its way out on a stream of many lanes.
-
-Owns: that lanes take turns, what goes into one message, and the bound on what is not sent.
-Does not own: lanes and writing (`subscribe_many`), and the bytes (`lane_messages`).
+One reader passes requests to their lanes, as bytes that `subscribe` parses. One writer sends the lanes' answers in
+turns. Requests that a lane does not read in time wait, up to a bound; then the stream is no longer read: this is
+back-pressure. When the stream ends, all its lanes end.
 """
 
 from __future__ import annotations
@@ -49,7 +35,7 @@ _RESPONSE = tag_bytes(pb.LaneResponse)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LaneRequest:
-    """`request`: a `SubscribeRequest`, encoded; None: there is none."""
+    """A request of a lane. `request` is an encoded `SubscribeRequest`, or None if there is none."""
 
     lane: int
     request: bytes | None
@@ -57,7 +43,7 @@ class LaneRequest:
 
 
 def lane_requests(data: bytes, *, size_bytes_max: int) -> list[LaneRequest]:
-    """What a `SubscribeManyRequest` holds. Raises `InvalidArgument`."""
+    """Read a `SubscribeManyRequest`. Raises `InvalidArgument`."""
     requests: list[LaneRequest] = []
     try:
         for fields in scan_each(data, _REQUESTS, _KNOWN):
@@ -79,33 +65,33 @@ def lane_requests(data: bytes, *, size_bytes_max: int) -> list[LaneRequest]:
 
 
 def lane_response(lane: int, encoded: bytes) -> bytes:
-    """An encoded `SubscribeManyResponse` with one `SubscribeResponse`. Several in a row are one message."""
+    """Encode a `SubscribeManyResponse` with one `SubscribeResponse`. Several in a row are one message."""
     return nested(_RESPONSES, b"".join((_RESPONSE["lane"], varint(lane), nested(_RESPONSE["response"], encoded))))
 
 
 def lane_ended(lane: int, status: status_pb2.Status) -> bytes:
-    """An encoded `SubscribeManyResponse` that tells the end of a lane."""
+    """Encode a `SubscribeManyResponse` that reports the end of a lane."""
     ended = nested(_RESPONSE["ended"], status.SerializeToString())
     return nested(_RESPONSES, b"".join((_RESPONSE["lane"], varint(lane), ended)))
 
 
-# A message is full with so many bytes, but for one answer that is larger by itself.
+# Size of a full message (bytes); only one answer that is larger itself exceeds it
 MESSAGE_BYTES = 256 << 10
-# What one lane may put into a message while others wait.
+# The most that one lane may put into a message while others wait (bytes)
 TURN_BYTES = 64 << 10
-# With so many bytes not sent, of all lanes or of one, nothing more is handed out.
+# With this much unsent, of all lanes or of one, no more rows are delivered (bytes).
 UNSENT_BYTES_MAX = 1 << 20
 LANE_UNSENT_BYTES_MAX = 256 << 10
-# Of those who wait for room so many are woken by a message that leaves: each may fill what has become free.
+# Waiters for room that each sent message wakes: every one may fill the freed room
 _WOKEN_BY_A_MESSAGE = 8
 
 
 class LaneOutbox:
-    """Encoded answers by lane, those of one in their order. Used by all lanes of a stream, and by its one writer."""
+    """Encoded answers by lane, in order within a lane. All lanes of a stream and its one writer use it."""
 
     def __init__(self) -> None:
         self._answers: dict[int, collections.deque[bytes]] = {}
-        """Of the lanes that have any, in the order of their turns."""
+        """Answers of the lanes that have any, in the order of their turns"""
         self._lane_bytes: collections.Counter[int] = collections.Counter()
         self._unsent_bytes = 0
         self._filled = asyncio.Event()
@@ -115,27 +101,27 @@ class LaneOutbox:
         return bool(self._answers)
 
     def put(self, lane: int, answer: bytes) -> None:
-        """Sends what must be sent, whether there is room or not."""
+        """Queue an answer that must be sent, even if there is no room."""
         self._answers.setdefault(lane, collections.deque()).append(answer)
         self._lane_bytes[lane] += len(answer)
         self._unsent_bytes += len(answer)
         self._filled.set()
 
     def takes(self, lane: int, waiter: Waiter) -> bool:
-        """Whether the lane may send more now; else the waiter is notified when that may have become so."""
+        """Return whether the lane may send more now. If not, notify the waiter when that may have changed."""
         if self._unsent_bytes < UNSENT_BYTES_MAX and self._lane_bytes[lane] < LANE_UNSENT_BYTES_MAX:
             return True
         self._waiting.setdefault(waiter)
         return False
 
     async def filled(self) -> None:
-        """Returns when there is something to send."""
+        """Wait until there is an answer to send."""
         while not self._answers:
             self._filled.clear()
             await self._filled.wait()
 
     def take(self) -> bytes:
-        """The next message: of each lane in turn, until it is full or nothing is left."""
+        """Return the next message: a turn of each lane, until it is full or nothing is left."""
         taken: list[bytes] = []
         size_bytes = 0
         while self._answers and size_bytes < MESSAGE_BYTES:
@@ -145,7 +131,7 @@ class LaneOutbox:
                 break
             size_bytes += self._take_turn(lane, taken, min(room_bytes, TURN_BYTES))
         self._unsent_bytes -= size_bytes
-        # There is room again. When nothing is left to leave, nobody else would wake those who wait.
+        # There is room again. If nothing is left to send, no later message would wake the other waiters.
         woken = list(itertools.islice(self._waiting, _WOKEN_BY_A_MESSAGE) if self._answers else self._waiting)
         for waiter in woken:
             del self._waiting[waiter]
@@ -153,7 +139,10 @@ class LaneOutbox:
         return b"".join(taken)
 
     def _take_turn(self, lane: int, taken: list[bytes], most_bytes: int) -> int:
-        """Takes what the lane has, at least one answer, then as much as fits; its bytes. The next turn is another's."""
+        """Take at least one answer of the lane, then as many as fit; return their bytes.
+
+        Then it is another lane's turn.
+        """
         answers = self._answers.pop(lane)
         size_bytes = 0
         while answers and (not size_bytes or size_bytes + len(answers[0]) <= most_bytes):
@@ -169,19 +158,19 @@ class LaneOutbox:
 
 LANES_MAX = 4_096
 LANES_RETRY_MS = 5_000
-# So many lanes are given a request at once: then they take it, and others have their turn, before the next are.
+# Requests passed to lanes at once. The lanes take them, and other tasks have their turn, before the next follow.
 LANES_A_TURN = 32
-# What a request that waits takes beside its bytes.
+# Memory that a waiting request takes besides its own bytes (bytes)
 _REQUEST_BYTES = 256
 
 
 class Lane:
-    """One subscription on the stream: its dispatcher, as `subscribe` sees it."""
+    """One subscription on the stream, as the dispatcher that `subscribe` serves."""
 
     def __init__(
         self, number: int, outbox: LaneOutbox, check_topic: Callable[[str], None], read: Callable[[int], None]
     ):
-        """`read` is told how many bytes wait no longer."""
+        """Open the lane. Calls `read` with the bytes of each request that no longer waits."""
         self.number = number
         self.check_topic = check_topic
         self._outbox = outbox
@@ -192,7 +181,7 @@ class Lane:
         self._room = asyncio.Event()
 
     def arrive(self, request: bytes) -> int:
-        """A request has come; how many bytes it takes until it is read. What comes behind the last one is dropped."""
+        """Queue a request; return the bytes that it takes until it is read. Drop it if the lane is closed."""
         if self._is_closed:
             return 0
         self._requests.append(request)
@@ -200,7 +189,7 @@ class Lane:
         return len(request) + _REQUEST_BYTES
 
     def close(self) -> None:
-        """The caller has sent its last request."""
+        """Note that the caller has sent its last request."""
         self._is_closed = True
         self._changed.set()
 
@@ -215,18 +204,18 @@ class Lane:
         return request
 
     async def write(self, answer: bytes, /) -> None:
-        """Returns when it is on its way out; waits for room before."""
+        """Wait for room, then queue an answer."""
         while not self._outbox.takes(self.number, self):
             self._room.clear()
             await self._room.wait()
         self.put(answer)
 
     def put(self, answer: bytes) -> None:
-        """Has an answer on its way out, whether there is room or not."""
+        """Queue an answer, even if there is no room."""
         self._outbox.put(self.number, lane_response(self.number, answer))
 
     def notify(self) -> None:
-        """There may be room."""
+        """Wake the writer, since there may be room."""
         self._room.set()
 
     def takes(self, stream: Waiter) -> bool:
@@ -234,7 +223,7 @@ class Lane:
         return self._outbox.takes(self.number, stream)
 
     def end(self, error: Exception | None) -> None:
-        """Tells its end. What was not read is dropped."""
+        """Report the lane's end, and drop its unread requests."""
         self._is_closed = True
         while self._requests:
             self._read(len(self._requests.popleft()) + _REQUEST_BYTES)
@@ -250,7 +239,7 @@ class SubscribeManyStream:
         self._context = context
         self._draining = draining
         self._outbox = LaneOutbox()
-        # Held while a message is written: a status that comes between would break the call.
+        # Held while a message is written, since a status in between would break the call
         self._writing = asyncio.Lock()
         self._lanes: dict[int, Lane] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
@@ -282,7 +271,7 @@ class SubscribeManyStream:
                 await pipeline.end(reader, writer, draining, *self._serving.values())
 
     def _is_over(self, is_ending: bool) -> bool:
-        """Whether every lane has ended, and its end is sent, when no more lanes are to come."""
+        """Return whether no more lanes will open, and the end of every lane has been sent."""
         return is_ending and not self._lanes and not self._outbox and not self._writing.locked()
 
     async def _read(self) -> None:
@@ -312,7 +301,7 @@ class SubscribeManyStream:
         lane = self._lanes.get(given.lane)
         if lane is None:
             if given.lane in self._used:
-                # The thread has ended meanwhile.
+                # The lane has ended meanwhile.
                 return
             lane = self._begin(given.lane)
             if lane is None:
@@ -323,7 +312,7 @@ class SubscribeManyStream:
             lane.close()
 
     def _begin(self, number: int) -> Lane | None:
-        """A lane; None: there are too many, which it is told."""
+        """Open a lane. Returns None, and ends the lane with an error, if there are too many."""
         self._used.add(number)
         if len(self._lanes) >= LANES_MAX:
             refusal = errors.QuotaExceeded(

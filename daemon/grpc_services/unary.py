@@ -1,10 +1,9 @@
 """The frame of every call with one request, and one answer or a stream of them.
 
-Owns: parse, check, call, encode, or end with the error's status; what a caller that goes away breaks off.
-Does not own: what a call does (`admin_service`, `inspect_service` ...) and calls with a stream of requests
-(`pipeline`).
+It parses, checks, calls and encodes, or ends the call with the error's status. It also decides what a departing caller
+interrupts. `pipeline` serves calls with a stream of requests.
 
-Handlers take and give bytes, so that a request that does not parse is refused by name (`parsing`), and so that an
+Handlers take and return bytes, so that a request that does not parse is refused by name (`parsing`), and so that an
 answer may be encoded by hand (`row_answers`).
 """
 
@@ -33,13 +32,13 @@ Answer: TypeAlias = message.Message | bytes
 
 
 class Frame:
-    """Makes handlers of calls."""
+    """A maker of handlers."""
 
     def __init__(self, settings: config.Config) -> None:
         self._size_bytes_max = settings.limits.message_bytes_max
 
     def handler(self, request_type: type[M], call: Callable[[M], Coroutine[Any, Any, Answer]]) -> Handler:
-        """A call that goes on when its caller goes away: that does not stop the engine halfway."""
+        """Make a handler of a call that continues when its caller leaves, so that no change is left half done."""
 
         async def to_its_end(request: M, _: Context) -> Answer:
             return await unbroken(call(request))
@@ -52,10 +51,10 @@ class Frame:
         call: Callable[[M], Coroutine[Any, Any, Answer]],
         alone_in_s: Callable[[str], float],
     ) -> Handler:
-        """Makes a handler of a call on a topic, which goes on when its caller goes away. Its answer waits until no
-        former owner acts any more, see `alone_in_s`.
+        """Make a handler of a call on a topic that answers once no former owner acts any longer (`alone_in_s`).
 
-        A caller that would not live to see it, or asks for that, is told at once for how long: nothing was changed.
+        The call continues when its caller leaves. A caller whose deadline would pass first, or that asks for it, gets
+        UNAVAILABLE with the time to wait at once, and nothing is changed.
         """
 
         async def told(request: M, context: Context) -> Answer:
@@ -74,7 +73,7 @@ class Frame:
         return self.cancelled_handler(request_type, told)
 
     def bytes_handler(self, call: Callable[[bytes, Context], Awaitable[bytes]]) -> Handler:
-        """Makes a handler of a call that reads its request from the bytes, and checks what it names by itself."""
+        """Make a handler of a call that reads its request from the bytes, and checks names itself."""
 
         async def handle(data: bytes, context: Context) -> bytes:
             try:
@@ -85,7 +84,7 @@ class Frame:
         return grpc.unary_unary_rpc_method_handler(handle)
 
     def cancelled_handler(self, request_type: type[M], call: Callable[[M, Context], Awaitable[Answer]]) -> Handler:
-        """A call that is cancelled when its caller goes away or its deadline is over."""
+        """Make a handler of a call that is cancelled when its caller leaves or its deadline passes."""
 
         async def handle(data: bytes, context: Context) -> bytes:
             return await self._handle(request_type, data, context, call)
@@ -104,7 +103,7 @@ class Frame:
             await status.abort(context, error)
 
     def streaming_handler(self, request_type: type[M], call: Callable[[M], AsyncGenerator[Answer]]) -> Handler:
-        """A call with many answers, cancelled when its caller goes away or its deadline is over."""
+        """Make a handler of a call with many answers, cancelled when its caller leaves or its deadline passes."""
 
         async def handle(data: bytes, context: Context) -> None:
             try:
@@ -120,7 +119,7 @@ class Frame:
 
 
 async def unbroken(call: Coroutine[Any, Any, T]) -> T:
-    """The answer of a call that goes on when whoever waits for it is cancelled."""
+    """Return the call's answer. The call continues if its waiter is cancelled."""
     work = asyncio.ensure_future(call)
     try:
         return await asyncio.shield(work)
@@ -130,7 +129,7 @@ async def unbroken(call: Coroutine[Any, Any, T]) -> T:
 
 
 def _tell(work: asyncio.Future[Any]) -> None:
-    """The end of a call whose caller has gone."""
+    """Log the error of a call whose caller has left."""
     if not work.cancelled() and (error := work.exception()) is not None:
         level = logging.INFO if isinstance(error, errors.TarryError) else logging.ERROR
         log.log(level, "a call that nobody waits for any longer failed: %r", error)

@@ -1,12 +1,8 @@
-"""The engine's records as messages that have fields of the same names.
+"""Converts policies and other values of the daemon to and from messages.
 
-Owns: that correspondence.
-Does not own: what the fields mean (the contract's comments) and columns (`row_requests`, `row_answers`).
-
-Policies of the wire to those that are stored, and back.
-
-Owns: which fields are set, which of them have a meaning together, and that a policy which replaces another is given.
-Does not own: which values a field may have, what they mean and their defaults (`daemon.topic.topic_settings`).
+Values become messages that have fields of the same names. Policies are checked here for fields that have a meaning
+together, and that a replacing policy is given. `daemon.topic.topic_settings` has the ranges and defaults of fields, and
+`row_requests` and `row_answers` the columns.
 """
 
 from __future__ import annotations
@@ -30,13 +26,13 @@ _NOT_NUMBERS = ("properties", "redelivery", "key_shared")
 
 
 def require_given(request: message.Message) -> None:
-    """A policy is replaced as a whole: one that was forgotten would set nothing. Raises `InvalidArgument`."""
+    """Check that a request has a policy, since it replaces the old one as a whole. Raises `InvalidArgument`."""
     if not request.HasField("policy"):
         raise errors.InvalidArgument("policy: none is given; give one, empty to set every field to its default")
 
 
 def topic_policy(given: pb.TopicPolicy) -> manifest.TopicPolicy:
-    """Reads a topic's policy. Raises `InvalidArgument`."""
+    """Read a topic's policy. Raises `InvalidArgument`."""
     parsing.require_known("bucket_form", given.bucket_form, pb.BucketForm.DESCRIPTOR)
     compatible_form = given.bucket_form == pb.BUCKET_FORM_COMPATIBLE if given.bucket_form else None
     numbers = {field.name: value for field, value in given.ListFields() if field.name != "bucket_form"}
@@ -55,7 +51,7 @@ def topic_policy_message(policy: manifest.TopicPolicy) -> pb.TopicPolicy:
 
 
 def subscription_policy(given: pb.SubscriptionPolicy) -> tuple[manifest.SubscriptionPolicy, manifest.NamedValues]:
-    """Reads a subscription's policy, and the properties in it. Raises `InvalidArgument`."""
+    """Read a subscription's policy, and the properties in it. Raises `InvalidArgument`."""
     numbers = {field.name: value for field, value in given.ListFields() if field.name not in _NOT_NUMBERS}
     policy = manifest.SubscriptionPolicy(
         **numbers,
@@ -78,7 +74,7 @@ def subscription_policy_message(
 
 
 def key_shared_message(policy: manifest.KeySharedPolicy) -> pb.KeySharedPolicy:
-    """Every field that counts is set."""
+    """Return the policy as a message that has every field in force."""
     message = pb.KeySharedPolicy(
         selector=pb.HashSelector.ValueType(policy.selector),
         order=pb.KeyOrder.ValueType(policy.order),
@@ -121,7 +117,7 @@ def _or_default(given: pb.KeySharedPolicy, name: _KeySharedOption, default: mani
 
 
 def _require_absent(given: pb.KeySharedPolicy, name: _KeySharedOption, why: str, which: str) -> None:
-    """What would mean nothing is refused, so that nobody counts on it."""
+    """Refuse a field that would have no effect. Raises `InvalidArgument`."""
     if given.HasField(name):
         raise errors.InvalidArgument(
             f"key_shared.{name} is {getattr(given, name)}, but key_shared.{why}: only {which} has it"
@@ -184,7 +180,10 @@ M = TypeVar("M", bound=message.Message)
 
 
 def as_message(message_type: type[M], record: object, **others: Any) -> M:
-    """The record's values of the message's fields; `others`: those that are no plain value of the record."""
+    """Convert a record to a message by the names of its fields.
+
+    `others` are fields that the record has not as plain values.
+    """
     names = (field.name for field in message_type.DESCRIPTOR.fields)
     return message_type(**{name: getattr(record, name) for name in names if name not in others}, **others)
 

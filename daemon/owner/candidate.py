@@ -1,19 +1,17 @@
-"""Becoming the owner of the root's shards.
+"""Makes this daemon the owner of the root's shards: stands by, opens a log, and claims every shard for it.
 
-Owns: standing by, then opening a log and claiming every shard for it, again and again until it succeeds; whom callers
-are sent to meanwhile.
-Does not own: looking and deciding (`daemon.owner.standby`), the claim of one shard (`daemon.owner.takeover`), the log
-(`daemon.group_commit.daemon_log`) and what is done with owned shards (`engine`).
+It repeats that until it succeeds, and knows the owner to which callers are redirected meanwhile. It stands alone since
+the wait for shards and their claims are one state machine; `engine`, which alone uses it, serves them.
 
-One daemon owns all shards of a root; another one on the same root stands by. A shard that is damaged belongs to
-nobody: it is claimed again when it can be read. One that was lost while others are owned is waited for by itself: it is
-claimed under the same rules as all of them.
+One daemon owns all shards of a root; another one on the same root stands by. A damaged shard has no owner and is
+claimed again when it can be read. A shard that was lost while others are owned is claimed again alone, under the same
+rules.
 
     waits for another daemon     some shard's owner lives: its lock is held, its heartbeat changes, its log has no end
-    takes over                   that owner's log is fenced, an own log is open, the lowest shard that can be read is
-                                 claimed, then the others side by side, then their sections are read
-    owns                         the log lives, shards are served; one that is lost is claimed anew
-    has lost the log             another daemon has fenced it, or it failed: waits again, and comes back with another
+    takes over                   that owner's log is fenced, this daemon's log is open, the lowest readable shard is
+                                 claimed, then the others in parallel, then their sections are read
+    owns                         the log is open, shards are served; a lost one is claimed again
+    has lost the log             another daemon has fenced it, or it failed: waits again, and opens another
 """
 
 from __future__ import annotations
@@ -37,14 +35,16 @@ from storage_backends.slot_log import LogHeld, SlotLogs
 
 log = logging.getLogger(__name__)
 
-# How often a candidate looks again.
+# Time between two looks of a candidate (seconds)
 LOOK_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClaimedShards:
-    """All shards of the root, and what has taken them over. `damaged`: why these cannot be served. `unread`: how the
-    store has failed for these, which may be claimed again at once.
+    """All shards of the root, and the takeover that has claimed them.
+
+    `damaged` has the reasons why shards cannot be served. `unread` has the store's errors of shards that may be claimed
+    again at once.
     """
 
     takeover: Takeover
@@ -54,8 +54,10 @@ class ClaimedShards:
 
 
 class Candidate:
-    """A daemon as a candidate for the shards. `waiting` hears what it waits for, `log_lost` what has ended a log that
-    was opened for shards which are owned by now. `company_s`: see `SlotSender`.
+    """A daemon as a candidate for the shards. Calls `waiting` with each reason to wait.
+
+    Calls `log_lost` with the error that has ended a log whose shards are owned by then. `company_s` is that of
+    `SlotSender`.
     """
 
     def __init__(
@@ -71,17 +73,17 @@ class Candidate:
         self._waiting = waiting
         self._log_lost = log_lost
         self.shard_logs: tuple[commit.ManifestLog[ShardManifest], ...] = ()
-        # Whether it waits for no other daemon: its claims are under way.
+        # True while its claims are in flight: it waits for no other daemon.
         self.is_taking_over = False
-        # The log that was opened last.
+        # The log that was opened last
         self._living: DaemonLog | None = None
         # The log that the process before this one wrote, by its last heartbeat.
         self._former = heartbeat.LogState()
-        # Shards that could not be read when they were claimed: they are claimed again only when they can be.
+        # Shards that could not be read when they were claimed: they are claimed again only once they can be.
         self._damaged: dict[int, str] = {}
 
     def configure(self, shards: int, logs: SlotLogs, former: heartbeat.Heartbeat | None = None) -> None:
-        """The root has so many shards, and these logs. `former`: the last heartbeat of the process before this one."""
+        """Set the root's shards and logs. `former` is the last heartbeat of the process before this one."""
         environment = self._environment
         self._logs = logs
         if former is not None and former.log_id:
@@ -106,14 +108,14 @@ class Candidate:
 
     @property
     def log_state(self) -> heartbeat.LogState:
-        """What this daemon tells of the log that it has opened last, or the process before it, whose beats end."""
+        """The log that this daemon opened last, for its heartbeat; before that the log of the process before it."""
         living = self._living
         if living is None:
             return self._former
         return heartbeat.LogState(living.log_id, living.last_certain, living.is_ended)
 
     def _fences(self) -> Fences:
-        """For one attempt, by the heartbeats that the look before it has read."""
+        """Make the fences of one attempt, which use the heartbeats that the look before has read."""
         return Fences(self._logs, self._environment, told=self._told_of)
 
     def _told_of(self, log_id: str) -> int:
@@ -122,22 +124,22 @@ class Candidate:
 
     @property
     def owner_address(self) -> str:
-        """host:port of the daemon that owns the shards, as far as was seen; empty when there is none."""
+        """The host:port of the daemon that owned the shards at the last look; "" if there was none."""
         return self._standby.owner_address if self.shard_logs else ""
 
     def recorded(self, shard: int) -> ShardManifest | None:
-        """What the shard's manifest said at the last look; None when it was not seen."""
+        """Return the shard's manifest at the last look, or None if it was not seen."""
         tip = self._standby.tip(shard) if shard < len(self.shard_logs) else None
         return None if tip is None else tip.manifest
 
     def succeeded_by(self, address: str) -> None:
-        """Another daemon owns the shards; it is at this address as far as that is known, until the next look."""
+        """Note that another daemon owns the shards. `address` is its known address, which holds until the next look."""
         self._standby.owner_address = address
 
     async def become_owner(self) -> ClaimedShards:
-        """Returns with every shard claimed and read that could be, however long it takes until that is one.
+        """Claim and read all shards, except damaged and unread ones; wait as long as it takes until one is owned.
 
-        Raises Corruption when all of them are damaged; then nothing is owned.
+        Raises Corruption if all of them are damaged; then nothing is owned.
         """
         while True:
             try:
@@ -157,7 +159,7 @@ class Candidate:
                 self._waiting(f"another daemon claims the shards: {error}")
             finally:
                 self.is_taking_over = False
-            # Two candidates that are refused together must not come back together.
+            # Jitter, so that two candidates that are refused together do not retry together
             await self._environment.sleep(LOOK_S * (1 + self._environment.jitter()))
 
     async def _take_over(self, fences: Fences, gone_owners: frozenset[str]) -> ClaimedShards:
@@ -170,12 +172,12 @@ class Candidate:
                 raise NotOwner(f"log {living.log_id}, for which the shards were claimed, has ended meanwhile")
             return claimed
         except BaseException:
-            # What it has claimed is anybody's when the log has an end.
+            # Its claimed shards are free for any daemon once the log has an end.
             await living.close()
             raise
 
     async def _check_one_readable(self) -> None:
-        """Raises Corruption while every shard is known to be damaged: no log is opened for none."""
+        """Raise Corruption if every shard is known to be damaged, so that no log is opened for none."""
         damage: Corruption | None = None
         for shard in range(len(self.shard_logs)):
             if shard not in self._damaged:
@@ -194,8 +196,9 @@ class Candidate:
         await check_readable(self._logs, self.shard_logs[shard], shard, self._environment)
 
     async def _fence_first(self, fences: Fences) -> None:
-        """Before a log is opened: while no owner can be fenced, none is needed. Raises Corruption when that holds for
-        every shard.
+        """Fence one owner before a log is opened: if no owner can be fenced, no log is needed.
+
+        Raises Corruption if that holds for every shard.
         """
         damage: list[Corruption] = []
         for shard in range(len(self.shard_logs)):
@@ -212,8 +215,12 @@ class Candidate:
             raise damage[0]
 
     async def _claim_all(self, living: DaemonLog, fences: Fences, gone_owners: frozenset[str]) -> ClaimedShards:
-        """Claims all shards that can be read; of several candidates the one that gets the first goes on with the
-        others. Where the store fails for one of those it keeps the rest; where another daemon came first, nothing.
+        """Claim all readable shards.
+
+        If there are several candidates, the one that gets the first continues with the others.
+
+        If the store fails for one of the others, this daemon keeps the rest. If another daemon was first, it keeps
+        none.
         """
         takeover = Takeover(self.shard_logs, living, self._environment)
         won: list[ClaimedShard] = []
@@ -251,7 +258,10 @@ class Candidate:
         damaged: dict[int, Corruption],
         unread: dict[int, Exception],
     ) -> tuple[ShardClaim, ...]:
-        """Raises NotOwner when another daemon has claimed one of them meanwhile."""
+        """Read the claimed shards; note damaged and unread ones and give them back.
+
+        Raises NotOwner if another daemon has claimed one of them meanwhile.
+        """
         claims: list[ShardClaim] = []
         back: list[ClaimedShard] = []
         found = await takeover.read(won)
@@ -272,14 +282,15 @@ class Candidate:
         return tuple(claims)
 
     async def claimable(self, shards: Sequence[int]) -> dict[int, standby.Claimable | Wait]:
-        """Whether each of these shards may be claimed by itself, by a daemon that owns others."""
+        """Decide whether each of these shards may be claimed alone, by a daemon that owns others."""
         return await self._standby.claimable(shards)
 
     async def claim(self, takeover: Takeover, shard: int, gone_owners: frozenset[str]) -> ShardClaim:
-        """Claims a shard that was lost or damaged, if it can be read now; else raises Corruption, and owns it not, or
-        LogMustClose, and the log is to be closed.
+        """Claim a shard that was lost or damaged.
 
-        Raises NotOwner and Unavailable when another daemon came first, CommitOutcomeUnknown, and the store's errors.
+        Raises Corruption if it cannot be read; the shard stays unowned. Raises LogMustClose if it can be given back
+        only once the log has an end. Raises NotOwner and Unavailable if another daemon was first, CommitOutcomeUnknown,
+        and the store's errors.
         """
         fences = self._fences()
         won = await self._claim(takeover, shard, fences, gone_owners)
@@ -300,7 +311,7 @@ class Candidate:
             raise self._noted(shard, error) from error
 
     def _noted(self, shard: int, error: Corruption) -> Corruption:
-        """The shard cannot be served; said once for each reason."""
+        """Note that the shard cannot be served; log each reason once."""
         if self._damaged.get(shard) != str(error):
             log.error("shard %d cannot be served: %s", shard, error)
             self._environment.metrics.damage_found("shard")

@@ -1,25 +1,21 @@
-"""One pass of garbage collection over one shard.
+"""Runs one pass of garbage collection over one shard. It stands alone since it is the state of one pass.
 
-Owns: the order of its steps, which topics need one, the guard against deleting suspiciously much, and the count.
-Does not own: what may be deleted (`daemon.core.garbage_rules`) and in which order (`garbage`), logs
-(`living_log`, `dead_logs`), and when there is a pass (`garbage_collection`).
+Without a listing a pass reads checkpoints, and what served topics know of their tombstones. It sends the store no
+request for idle topics. With a listing it finds orphans, old manifests, and the remains of topics that were deleted or
+cannot be served. A guard keeps suspiciously many orphans.
 
-Without a listing a pass looks at the checkpoints and at what served topics know of their tombstones: it asks the store
-nothing about topics that are at rest. With one it finds orphans, old manifests, and what is left of topics that were
-deleted or cannot be served.
+`Collector` deletes unneeded objects of one sequence of manifests, a shard's or a topic's, in one thread:
 
-Deletes what lies beside one sequence of manifests, a shard's or a topic's, and is not needed any more.
-
-    tombstones   read the tip, delete what is past its grace, then drop the tombstones: a crash between the two deletes
-                 once more, and that there is nothing left is success
+    tombstones   read the tip, delete objects past their grace, then drop the tombstones; after a crash between the two
+                 they are deleted once more, and a missing object is success
     orphans      commit the floor, and only then read which objects the manifest names: R4
     manifests    those with enough later ones that are old enough: R3
 
-Owns: these orders, for one sequence, in one thread; giving up what cannot be deleted, and trying that again.
-Does not own: the decisions (`garbage_rules`), slots of logs (`daemon.owner.garbage_collection`), listing and when it is
-done (`daemon.owner.collection_pass`).
+Any process may do that, also several at once: its commits carry no epoch, and each is valid for every owner.
+`daemon.core.garbage_rules` decides what may be deleted.
 
-Any process may do it, also several at once: its commits carry no epoch, and each holds for every owner.
+A pass that finds nothing commits nothing. This daemon learns of the commits of its own collector, so that none of its
+work is based on a manifest below the floor.
 """
 
 from __future__ import annotations
@@ -47,13 +43,13 @@ from storage_backends.shard_listing import Listed, ShardListing
 log = logging.getLogger(__name__)
 
 BATCH: Final = 500
-"""Objects that are deleted in one step: the threads have other work."""
+"""Objects deleted in one step, since the threads have other work"""
 
 DEADLINE_S: Final = 10.0
-"""So long a step tries to find out what became of its commit; the next pass tries again."""
+"""Time for which a step tries to learn the outcome of its commit (seconds); the next pass tries again"""
 
 ERROR_CHARACTERS_MAX: Final = 500
-"""So much of what the store said stands in the record of an object that was given up."""
+"""Length of the store's error in the record of an object that was given up"""
 
 
 M = TypeVar("M", ShardManifest, TopicManifest)
@@ -61,14 +57,14 @@ M = TypeVar("M", ShardManifest, TopicManifest)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of objects that were to be deleted: their names. `failed` are tried again, `given_up` are not."""
+    """The names of objects that a step tried to delete. Those in `failed` are retried, those in `given_up` are not."""
 
     deleted: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
     given_up: frozenset[str] = frozenset()
 
     def among(self, known: frozenset[str]) -> Outcome:
-        """Returns what became of these objects only."""
+        """Return the outcome of these objects only."""
         return Outcome(self.deleted & known, self.failed & known, self.given_up & known)
 
     @property
@@ -78,7 +74,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SequenceKind(Generic[M]):
-    """What there is to know of a kind of manifest. `is_over`: nothing will be named there before it begins anew."""
+    """A kind of manifest. `is_over` returns whether it will name no object before it begins again."""
 
     named: Callable[[M], Set[str]]
     is_over: Callable[[M], bool]
@@ -86,8 +82,9 @@ class SequenceKind(Generic[M]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tools:
-    """What a collector works with. `executor` deletes in parallel and must not be the one that runs the collector.
-    `writer`, `now_ms`: for the manifests; times decide nothing that would be lost with them.
+    """The means of a collector. `executor` deletes in parallel and must not be the one that runs the collector.
+
+    `writer` and `now_ms` go into the manifests; no decision that could lose data depends on these times.
     """
 
     store: object_store.ObjectStore
@@ -99,7 +96,7 @@ class Tools:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step(Generic[M]):
-    """What a step did. `tip`: the newest manifest that it saw. `more`: the same step has more to do."""
+    """The result of a step. `tip` is the newest manifest that it saw. With `more` the same step has more to do."""
 
     tip: commit.Tip[M] | None
     summary: Summary = NOTHING_DONE
@@ -119,7 +116,7 @@ class Orphans(Generic[M]):
 class Collector(Generic[M]):
     """The collector of one sequence of manifests. Each method may be repeated after any error.
 
-    With `dry_run` nothing is deleted and nothing committed; what would be is counted.
+    With `dry_run` nothing is deleted and nothing committed; objects are only counted.
     """
 
     def __init__(self, manifests: commit.ManifestLog[M], kind: SequenceKind[M], tools: Tools) -> None:
@@ -131,7 +128,7 @@ class Collector(Generic[M]):
     # ---- tombstones
 
     def collect_tombstones(self, warm: commit.Tip[M] | None, *, dry_run: bool = False) -> Step[M]:
-        """Deletes some of the objects that left a manifest and are past their grace.
+        """Delete some of the objects that left a manifest and are past their grace.
 
         Raises the store's errors, Damaged among them, and CommitOutcomeUnknown.
         """
@@ -165,8 +162,9 @@ class Collector(Generic[M]):
         return Outcome(frozenset(deleted), frozenset(failed), frozenset(given_up))
 
     def _record(self, tombstone: Tombstone, error: str) -> bool:
-        """Records that an object is given up; whether that is durable. The record comes first: without it nobody would
-        know of the object once its tombstone is dropped.
+        """Record that an object is given up; return whether that is durable.
+
+        The record comes first: without it the object would be forgotten once its tombstone is dropped.
         """
         given_up = DeadObject(
             object=tombstone.object.name,
@@ -187,15 +185,18 @@ class Collector(Generic[M]):
         return True
 
     def _create(self, key: str, body: bytes) -> None:
-        """That there is one already is success. Raises the store's errors when it is not known that there is one."""
+        """Create an object; an existing one is success.
+
+        Raises the store's errors if it is unknown whether one exists.
+        """
         try:
             self._tools.store.put_if_absent(key, body, metadata={})
         except object_store.AlreadyExists:
-            # 409 is answered also while nobody has won.
+            # The store may answer 409 also while no writer has won.
             self._tools.store.head(key)
 
     def _drop(self, outcome: Outcome, tip: commit.Tip[M]) -> commit.Tip[M]:
-        """Drops the tombstones of what is deleted or given up, and counts the attempts of what is neither."""
+        """Drop the tombstones of objects that are deleted or given up, and count the attempts of the others."""
         while outcome.names:
             operation: manifest_collection.CollectTombstones[M] = manifest_collection.CollectTombstones(
                 deleted=outcome.deleted, failed=outcome.failed, given_up=outcome.given_up
@@ -215,7 +216,7 @@ class Collector(Generic[M]):
     def find_orphans(
         self, listed: Listed, warm: commit.Tip[M] | None, *, given_up: frozenset[str], dry_run: bool = False
     ) -> Orphans[M]:
-        """The orphans among what was listed; the floor is moved for it. `given_up`: left alone.
+        """Find the orphans among the listed objects, and move the floor for that. `given_up` objects are ignored.
 
         Raises the store's errors, Damaged among them, and CommitOutcomeUnknown.
         """
@@ -227,7 +228,7 @@ class Collector(Generic[M]):
         floor = self._tip_at(listed, tip, self._tools.now_ms() - self._tools.limits.orphan_age_ms)
         if floor > tip.manifest.head.orphan_floor and not dry_run:
             tip = self._move_floor(floor, tip)
-        # Named is what a manifest names that was read after the floor: who brings in an object from here on is refused.
+        # Only a manifest read after the floor counts: from then on an older object is refused.
         floor = max(floor, tip.manifest.head.orphan_floor) if dry_run else tip.manifest.head.orphan_floor
         named = self._kind.named(tip.manifest) | given_up
         found = shard_listing.orphans(listed, named, floor)
@@ -243,7 +244,7 @@ class Collector(Generic[M]):
             return refused.tip
 
     def delete_orphans(self, found: Sequence[tuple[str, int]]) -> Summary:
-        """Deletes objects that `find_orphans` found."""
+        """Delete objects that `find_orphans` found."""
         failures = self._delete([key for key, _ in found])
         return Summary(
             orphans=_count(each for each in found if each[0] not in failures),
@@ -253,7 +254,7 @@ class Collector(Generic[M]):
     # ---- manifests
 
     def collect_manifests(self, listed: Listed, tip: commit.Tip[M], *, dry_run: bool = False) -> Summary:
-        """Deletes listed manifests that are neither among those that are kept nor young. `tip`: read after the listing.
+        """Delete listed manifests that are old and not among those to keep. `tip` was read after the listing.
 
         Raises the store's errors.
         """
@@ -277,14 +278,14 @@ class Collector(Generic[M]):
     # ---- reading, deleting, committing
 
     def _tip_at(self, listed: Listed, tip: commit.Tip[M], at_ms: int) -> int:
-        """The number of the manifest that was the tip then; 0 when none is left that is so old."""
+        """Return the number of the manifest that was the tip at that time; 0 if none that old is left."""
         if tip.manifest.head.created_ms <= at_ms:
             return tip.number
         numbers = [number for number, _ in listed.in_order() if number < tip.number]
         return garbage_rules.tip_at(numbers, self._created_at_ms, at_ms) or 0
 
     def _created_at_ms(self, number: int) -> int | None:
-        """When a manifest before the tip was created; None when it is damaged."""
+        """Return when a manifest before the tip was created, or None if it is damaged."""
         if number not in self._created_ms:
             self._created_ms[number] = self._read_created_ms(number)
         return self._created_ms[number]
@@ -294,14 +295,14 @@ class Collector(Generic[M]):
         try:
             return self._log.codec.decode(self._tools.store.get(key)).head.created_ms
         except object_store.NotFound:
-            # Another collector has deleted it: it was old.
+            # Another collector has deleted it, so it was old.
             return 0
         except (object_store.Damaged, format_errors.FormatError) as error:
             log.warning("manifest %s cannot be read: %s", key, error)
             return None
 
     def _delete(self, keys: Iterable[str]) -> dict[str, str]:
-        """Deletes objects; by key what the store said of those that it did not delete."""
+        """Delete objects; return key -> error of those that were not deleted."""
         return dict(failure for failure in self._tools.executor.map(self._try_to_delete, keys) if failure is not None)
 
     def _try_to_delete(self, key: str) -> tuple[str, str] | None:
@@ -340,7 +341,7 @@ SHARD: Final[SequenceKind[ShardManifest]] = SequenceKind(
 
 
 def given_up_in(store: object_store.ObjectStore, prefix: str) -> frozenset[str]:
-    """The objects under the prefix that were given up. Raises the store's errors."""
+    """Return the objects under the prefix that were given up. Raises the store's errors."""
     start = names.dead_objects_prefix()
     return frozenset(entry.key.removeprefix(start) for entry in store.list(f"{start}{prefix}"))
 
@@ -348,10 +349,10 @@ def given_up_in(store: object_store.ObjectStore, prefix: str) -> frozenset[str]:
 def retry_given_up(
     store: object_store.ObjectStore, name: str, is_live: Callable[[str], bool], *, dry_run: bool = False
 ) -> Summary:
-    """Deletes an object that was given up, and then the record of it.
+    """Delete an object that was given up, and then the record of it.
 
-    `is_live`: whether the manifest that it belongs to names an object; called after it was read. Raises the store's
-    errors when the record cannot be read.
+    `is_live` returns whether the manifest that the object belongs to names it; it is called after the record was read.
+    Raises the store's errors if the record cannot be read.
     """
     key = names.dead_object_key(name)
     try:
@@ -377,19 +378,20 @@ def retry_given_up(
 
 T = TypeVar("T")
 
-# Keys that are listed, and topics that are looked at, in one go: then others have their turn.
+# Keys that are listed, and topics that are checked, at once before other tasks have their turn
 LISTED_AT_ONCE = 1000
 TOPICS_AT_ONCE = 50
 
 
 class Halted(Exception):
-    """The shard is not ours any more, or the daemon drains."""
+    """The end of a pass whose shard is no longer owned, or whose daemon drains."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wish:
-    """What a pass does beside checkpoints and known tombstones. `force`: orphans go however many there are.
-    `retry_dead`: what was given up is tried again.
+    """Work of a pass besides checkpoints and known tombstones.
+
+    With `force` orphans are deleted however many there are. With `retry_dead` objects that were given up are retried.
     """
 
     listing: bool
@@ -400,17 +402,17 @@ class Wish:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Look:
-    """What is known of a topic. `wanted`: whether the store has to be asked. `waiting`: its tombstones."""
+    """A decision on a topic: whether to ask the store (`wanted`), and its tombstones (`waiting`)."""
 
     wanted: bool
     waiting: ObjectCount
 
 
 class Pass:
-    """One pass over one shard. `topics`: that are looked at; `summary`: so far.
+    """One pass over one shard. `topics` is the number of topics to check, `summary` the result so far.
 
-    `unserved`: topics that are not served and have tombstones, and when the first of them is due (Unix time in ms);
-    kept from one pass to the next. `check` raises Halted when the pass must not go on.
+    `unserved` has the unserved topics that have tombstones, and when the first of these is due (Unix time, ms). It is
+    kept from pass to pass. `check` raises Halted if the pass must not continue.
     """
 
     def __init__(
@@ -433,13 +435,13 @@ class Pass:
         self._unserved = unserved
         self._check = check
         self._listing: ShardListing | None = None
-        # Objects that were given up: they are tried again only when somebody asks for it.
+        # Objects that were given up: they are retried only on request.
         self._given_up: frozenset[str] = frozenset()
         self._orphans: list[tuple[Collector[Any], Sequence[tuple[str, int]]]] = []
         self._orphans_count = NOTHING
 
     async def steps(self) -> AsyncIterator[None]:
-        """Each step, in order. Raises Halted, and commit.UNCERTAIN: the next pass tries again."""
+        """Run the steps in order; yield after each. Raises Halted, and commit.UNCERTAIN: the next pass tries again."""
         await self._checkpoints()
         yield
         if self._wish.listing:
@@ -458,7 +460,7 @@ class Pass:
     # ---- the steps
 
     async def _checkpoints(self) -> None:
-        """Writes those of an idle shard, so that it holds up no slot of the log."""
+        """Write the checkpoints of an idle shard, so that it retains no slot of the log."""
         self._check()
         if self._wish.dry_run:
             return
@@ -539,7 +541,7 @@ class Pass:
         try:
             return await self._collect(collector, listed, warm)
         except Damaged as error:
-            # Whoever loads the topic says so; the others are collected.
+            # Loading the topic reports it; the others are collected.
             log.debug("shard %d: topic %s is not collected: %s", self._shard.number, topic_id, error)
         except (*commit.UNCERTAIN, Halted):
             raise
@@ -556,7 +558,10 @@ class Pass:
     async def _collect(
         self, collector: Collector[M], listed: Listed | None, warm: commit.Tip[M] | None
     ) -> commit.Tip[M] | None:
-        """Tombstones, orphans and manifests of one sequence; its newest manifest, None when it has none."""
+        """Collect tombstones, orphans and manifests of one sequence.
+
+        Returns its newest manifest, or None if it has none.
+        """
         dry_run = self._wish.dry_run
         tip, more = warm, True
         while more:
@@ -615,7 +620,10 @@ class Pass:
             yield
 
     def _is_live(self, name: str) -> bool:
-        """Whether the newest manifest of its sequence names the object, or no manifest could. In a thread."""
+        """Return whether the newest manifest of its sequence names the object, or no manifest could.
+
+        Runs in a thread.
+        """
         number = self._shard.number
         if name.startswith(names.checkpoint_prefix(number)):
             shard_tip = topic_manifests.shard_log(self._environment, number).read_tip()
@@ -632,7 +640,10 @@ class Pass:
     # ---- deciding without asking the store
 
     def _looks(self, known: Mapping[str, TopicManifest | None]) -> dict[str, _Look]:
-        """By topic id; None is a topic that is not served. In a thread: it takes as long as there are buckets."""
+        """Decide by topic id; None is a topic that is not served.
+
+        Runs in a thread, since it takes time in proportion to the buckets.
+        """
         listed = {} if self._listing is None else self._listing.topics
         return {
             topic_id: self._look_at_unserved(topic_id, listed.get(topic_id))
@@ -652,12 +663,12 @@ class Pass:
     def _look_at_unserved(self, topic_id: str, listed: Listed | None) -> _Look:
         due_at_ms = self._unserved.get(topic_id)
         due = due_at_ms is not None and due_at_ms <= self._environment.clock.now_ms()
-        # Of a deleted topic nothing is left but its last manifest.
+        # Only the last manifest of a deleted topic is left.
         left = self._needs_look(listed, frozenset()) or (listed is not None and len(listed.manifests) > 1)
         return _Look(due or left, NOTHING)
 
     def _remember(self, topic_id: str, tip: commit.Tip[TopicManifest] | None) -> None:
-        """A topic that is not served is looked at again when its next tombstone is due."""
+        """Note when the next tombstone of an unserved topic is due: then it is checked again."""
         due_at_ms = None if tip is None else garbage_rules.next_due_at_ms(tip.manifest.tombstones)
         if due_at_ms is None:
             self._unserved.pop(topic_id, None)
@@ -665,7 +676,7 @@ class Pass:
             self._unserved[topic_id] = due_at_ms
 
     def _kept(self, manifest: TopicManifest | ShardManifest) -> ObjectCount:
-        """Tombstones that stay for now; in a dry run, those that are due would not."""
+        """Count the tombstones that stay for now. In a dry run those that are due are not counted."""
         kept = garbage_rules.count(manifest.tombstones)
         if self._wish.dry_run:
             kept -= garbage_rules.count(garbage_rules.due(manifest.tombstones, self._environment.clock.now_ms()))
@@ -685,6 +696,6 @@ class Pass:
         metrics.collection_failed(failed=summary.failed.objects, given_up=summary.given_up.objects)
 
     async def _run(self, step: Callable[[], T]) -> T:
-        """A step in a thread, if the pass may go on."""
+        """Run a step in a thread, if the pass may continue."""
         self._check()
         return await self._environment.pools.collection.run(step)

@@ -1,8 +1,7 @@
-"""The daemon's engine: every shard that it owns, or what it waits for to own them.
+"""Runs the daemon's engine: every shard that it owns, or the wait to own them.
 
-Owns: standing by, serving, and standing by again when the shards are lost; health.
-Does not own: the calls of the services (`requests`), decisions (`daemon.core`), durability, the wire, and how it is put
-together (`daemon.process`).
+It stands by, serves, stands by again when the shards are lost, and computes health. `requests` has the calls of the
+services; `daemon.process` starts and stops it.
 """
 
 from __future__ import annotations
@@ -53,23 +52,23 @@ from storage_backends.slot_log import SlotLogs
 log = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-# Whose rows are counted before others have their turn.
+# Topics whose rows are counted before other tasks have their turn
 TOPICS_A_TURN = 1_000
-# Whether a damaged shard was mended is looked at this often.
+# Time between checks whether a damaged shard was fixed (seconds)
 DAMAGED_LOOK_S = 30.0
-# Whether a shard that was lost may be taken again is looked at this often.
+# Time between checks whether a lost shard may be claimed again (seconds)
 LOOK_S = 1.0
 AWAY_RETRY_MS = 500
-# While the shards are being claimed a caller may come again so soon.
+# A caller may retry this soon while the shards are being claimed (ms).
 TAKING_OVER_RETRY_MS = 25
 STARTING = "starting"
-# A slot that is uncertain for longer makes health say NOT_SERVING.
+# Health is NOT_SERVING if a slot is uncertain for longer (seconds)
 STALLED_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnownedShard:
-    """A shard that is not served here, while others are. `again_s`: it is not claimed before, monotonic seconds."""
+    """A shard that is not served here while others are. It is not claimed before `again_s` (monotonic seconds)."""
 
     reason: str
     owner_address: str
@@ -80,7 +79,7 @@ class UnownedShard:
 
 
 class Engine:
-    """One for each process. Made on the event loop that runs it."""
+    """The engine, one for each process. Made on the event loop that runs it."""
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -90,21 +89,21 @@ class Engine:
         self._tail_bound = TailBound(environment.tail_work_max, environment.clock.elapsed_s)
         self._shards: dict[int, ServedShard] = {}
         self._damaged: dict[int, Corruption] = {}
-        # Shards that were lost while others are served.
+        # Shards that were lost while others are served
         self._away: dict[int, UnownedShard] = {}
         self._failures = Failures()
-        # One look at shards that are to be taken again, and their claims, at a time.
+        # Serializes looks at shards to reclaim, and their claims
         self._taking = asyncio.Lock()
         self._candidate = Candidate(
             environment, waiting=self._wait_for, log_lost=self._log_lost, company_s=self._due_loop.stretched_s
         )
-        # What has taken the shards over, into the log that they are in; None when none is owned.
+        # The takeover of the owned shards into their log; None if none is owned
         self._owned: Takeover | None = None
         self._health = Health(serving=False, reason=STARTING)
         self._health_callbacks: list[Callable[[Health], None]] = []
         self._lost = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        # Those of them that end when it drains.
+        # Those of them that end when the engine drains
         self._serving_tasks: list[asyncio.Task[None]] = []
         self._draining = False
         self._loop = asyncio.get_running_loop()
@@ -130,15 +129,15 @@ class Engine:
         self.requests = Requests(self, environment)
         self.deletion_requests = DeletionRequests(self, environment, shards_total=lambda: self._shards_total)
         self._deletion_workers = DeletionWorkers(environment, lambda: self._shards, failed=self._task_ended)
-        # Ends with the error of a task that must not end: the process cannot go on.
+        # Fails with the error of a task that must not end: the process cannot continue
         self.failed: asyncio.Future[None] = self._loop.create_future()
 
     # ---- life
 
     async def start(self) -> None:
-        """Reads or creates the root and begins to stand by and to serve; `health` tells how far it is.
+        """Read or create the root and begin to stand by and to serve; `health` shows the progress.
 
-        Raises Corruption when the root cannot be served by this version.
+        Raises Corruption if this version cannot serve the root.
         """
         environment = self._environment
         self._shards_total, logs = await self._open_root()
@@ -166,7 +165,7 @@ class Engine:
         self._serving_tasks = self._tasks[: len(serving)]
 
     async def _open_root(self) -> tuple[int, SlotLogs]:
-        """How many shards the root has, and its logs."""
+        """Return the root's number of shards, and its logs."""
         environment = self._environment
 
         def open_logs() -> tuple[int, SlotLogs]:
@@ -190,7 +189,7 @@ class Engine:
         )
 
     async def _former_heartbeat(self) -> Heartbeat | None:
-        """What the process before this one has told last: the first beat of this one replaces it."""
+        """Return the last heartbeat of the process before this one, which the first beat of this one replaces."""
         environment = self._environment
         return await backoff.until_answered(
             lambda: environment.run(lambda: read_heartbeat(environment.store, environment.config.daemon_id)),
@@ -199,7 +198,7 @@ class Engine:
         )
 
     def begin_drain(self) -> None:
-        """From now on nothing new is accepted or handed out."""
+        """Accept and deliver nothing new from now on."""
         self._draining = True
         self._set_health(Health(serving=False, reason="stopping"))
         self.collection.halt()
@@ -208,9 +207,9 @@ class Engine:
             shard.begin_drain()
 
     async def drain(self) -> None:
-        """Makes durable what is staged, ends the streams, writes checkpoints and closes the log.
+        """Make staged decisions durable, end the streams, write checkpoints and close the log.
 
-        It takes as long as the store lets it; `left` tells what there is still to do. Then `close`.
+        Takes as long as the store needs; `left` lists the remaining work. Call `close` afterwards.
         """
         self.begin_drain()
         for task in self._serving_tasks:
@@ -222,7 +221,7 @@ class Engine:
         await self._close_log()
 
     async def _close_log(self) -> None:
-        """The next owner need not wait for this one: all that was in the log is anybody's."""
+        """Close the log, so that the next owner need not wait for this one."""
         if self._owned is not None:
             owned, self._owned = self._owned, None
             await owned.living.close()
@@ -242,7 +241,7 @@ class Engine:
             self._close(shard, _stopped())
 
     def left(self) -> list[str]:
-        """What was not finished, for people."""
+        """Describe unfinished work for the log."""
         left = [
             f"shard {shard.number} has not ended, {shard.slots.staged_rows} of its rows are staged"
             for shard in self._shards.values()
@@ -256,7 +255,7 @@ class Engine:
         return left
 
     async def close(self) -> None:
-        """Ends everything at once; what is durable stays."""
+        """End everything at once; durable state stays."""
         self._draining = True
         self._set_health(Health(serving=False, reason="stopping"))
         for task in self._tasks:
@@ -270,7 +269,7 @@ class Engine:
             await self._owned.living.abandon()
 
     async def stop(self) -> list[str]:
-        """The orderly end, within `daemon.drain_s`; what was left then."""
+        """End cleanly within `daemon.drain_s` (seconds); return what was left then."""
         try:
             await asyncio.wait_for(self.drain(), self._environment.config.daemon.drain_s)
         except TimeoutError:
@@ -301,7 +300,7 @@ class Engine:
             await self._environment.sleep(max(LOOK_S, wait_s - self._environment.clock.elapsed_s()))
 
     async def _until_all_lost(self) -> None:
-        """Takes again, one by one, what of the shards was lost; returns when none is left."""
+        """Reclaim lost shards one by one; return when none is left."""
         while self._shards:
             self._lost.clear()
             if self._away:
@@ -312,7 +311,7 @@ class Engine:
                     await self._lost.wait()
 
     async def _take_again(self, shards: Sequence[int]) -> None:
-        """Claims those of the shards that may be claimed now; the others are served meanwhile."""
+        """Claim those of the shards that may be claimed now; the others are served meanwhile."""
         async with self._taking:
             owned = self._owned
             if owned is None or owned.living.is_ended or self._kept_by_log:
@@ -329,12 +328,12 @@ class Engine:
             await asyncio.gather(*taking)
             self._tell_which()
             if kept := self._kept_by_log:
-                # With a new log they are claimed once more and given back: nothing that lives is named by them then.
+                # With a new log they are claimed once more and given back: then they name no open log.
                 self._log_lost(Unavailable(f"log {owned.living.log_id} is closed: shards {kept} are damaged in it"))
 
     @property
     def _kept_by_log(self) -> list[int]:
-        """Damaged shards that can be given back only when the log that they were claimed in has an end."""
+        """Damaged shards that can be given back only once the log that they were claimed in has an end."""
         return [number for number, error in self._damaged.items() if isinstance(error, LogMustClose)]
 
     async def _take_one(self, owned: Takeover, number: int, claimable: Claimable) -> None:
@@ -353,7 +352,7 @@ class Engine:
 
     def _serve(self, claimed: ClaimedShards) -> list[ServedShard]:
         self._lost.clear()
-        # Keys of segments that an earlier ownership loaded mean nothing now.
+        # A new cache, since segment keys of an earlier ownership mean nothing now
         self._cache = SegmentCache(self._environment.config.delivery.segment_memory_bytes)
         self._damaged = dict(claimed.damaged)
         now_s = self._environment.clock.elapsed_s()
@@ -362,7 +361,7 @@ class Engine:
         }
         self._tail_bound.new_log()
         shards = [self._serve_shard(claim, claimed.takeover.living) for claim in claimed.claims]
-        # What was read is kept nowhere: it is let go when the topics are loaded.
+        # The data that was read is freed when the topics are loaded: nothing else holds it.
         self._owned = claimed.takeover
         log.info("serving shards=%d damaged=%d unread=%d", len(shards), len(self._damaged), len(self._away))
         self._store_away = False
@@ -376,7 +375,7 @@ class Engine:
         rows = sum(shard.loading.rows_replayed for shard in shards)
         seconds = self._environment.clock.elapsed_s() - started_s
         self._environment.metrics.recovered(seconds=seconds, rows_replayed=rows)
-        # The sections and the bytes of what was loaded are free now.
+        # The sections and bytes of loaded topics are free now.
         await self._environment.run(self._environment.give_back_memory)
         topics = sum(len(shard.topics) for shard in shards)
         damaged = sum(len(shard.loading.damaged) for shard in shards)
@@ -403,18 +402,18 @@ class Engine:
         return shard
 
     async def _mend(self) -> None:
-        """Looks again and again whether a damaged shard can be read; the others are served meanwhile."""
+        """Check repeatedly whether a damaged shard can be read; the others are served meanwhile."""
         while True:
             await self._environment.sleep(DAMAGED_LOOK_S)
             await self._take_again(list(self._damaged))
 
     def _log_lost(self, error: BaseException) -> None:
-        """The log has an end, gets one, or cannot be written: every shard that is in it is lost."""
+        """Lose every shard in the log, which has an end, gets one, or cannot be written."""
         for shard in list(self._shards.values()):
             shard.lose(error)
 
     def _shard_lost(self, number: int, error: BaseException) -> None:
-        """It costs that shard: the others are served, and this one is stood by for."""
+        """Stop serving one shard and stand by for it; the others are served."""
         shard = self._shards.pop(number, None)
         if shard is None:
             return
@@ -422,7 +421,7 @@ class Engine:
         log.error("shard %d is lost: %s", number, error, exc_info=error if lost.kind == "failed" else None)
         self._close(shard, lost.answer())
         if self._draining:
-            # The others are still to be given up in order.
+            # The other shards still have to be given up cleanly.
             return
         self._environment.metrics.shard_lost(lost.kind)
         if isinstance(error, Corruption):
@@ -459,7 +458,7 @@ class Engine:
                 self._update_health()
 
     async def _count_pending(self) -> None:
-        """Counts the pending rows of all topics, some at a time."""
+        """Count the pending rows of all topics, some at a time."""
         self._pending.begin_count()
         topics = [topic for shard in self._shards.values() for topic in shard.topics.values()]
         rows = 0
@@ -470,14 +469,14 @@ class Engine:
         self._pending.end_count(rows)
 
     def _clock_changed(self) -> None:
-        """Timers were set for a time that has come, or that is later now."""
+        """Check all timers again after the clock stepped: their times may have come, or be later now."""
         self._due_loop.look_again()
         self._deletion_workers.wake()
         for shard in list(self._shards.values()):
             collections.deque(shard.every_second(), maxlen=0)
 
     def _resumed(self) -> None:
-        """A successor may be serving: nothing is handed out before the epochs are confirmed, which is asked for now."""
+        """Request confirmation of the epochs, since a successor may be serving; nothing is delivered before it."""
         asked_s = self._environment.clock.elapsed_s()
         for shard in self._shards.values():
             confirming = asyncio.ensure_future(shard.confirmation.confirm_after(asked_s))
@@ -528,14 +527,14 @@ class Engine:
         return self._health
 
     def on_health_change(self, callback: Callable[[Health], None]) -> None:
-        """Calls back on the loop at each change."""
+        """Call `callback` on the loop at each change."""
         self._health_callbacks.append(callback)
 
     def _wait_for(self, reason: str) -> None:
         self._set_health(Health(serving=False, reason=reason))
 
     def _tell_which(self) -> None:
-        """Other shards may be served than before, or none, if the last was lost meanwhile."""
+        """Report the shards that are served, unless the last was lost meanwhile."""
         if self._shards and not self._store_away:
             self._set_serving()
 
@@ -549,7 +548,7 @@ class Engine:
     def _set_health(self, health: Health) -> None:
         if health == self._health or (self._draining and health.reason != "stopping"):
             return
-        # What follows the bracket changes from second to second.
+        # Not compared from the bracket on, since that changes every second
         if health.reason.split(" (")[0] != self._health.reason.split(" (")[0]:
             log.info("health serving=%s reason=%r", health.serving, health.reason)
         self._health = health
@@ -557,7 +556,7 @@ class Engine:
         for callback in self._health_callbacks:
             callback(health)
 
-    # ---- what the calls see
+    # ---- used by the calls
 
     @property
     def shards(self) -> Mapping[int, ServedShard]:
@@ -565,7 +564,7 @@ class Engine:
 
     @property
     def topics_loading(self) -> int:
-        """Topics that are known and not loaded yet; not those that are damaged."""
+        """The number of known topics that are not loaded yet, damaged ones excluded."""
         return sum(shard.loading.left for shard in self._shards.values())
 
     @property
@@ -574,11 +573,11 @@ class Engine:
 
     @property
     def loaded(self) -> bool:
-        """Whether every topic of the shards that are served is loaded or damaged."""
+        """True if every topic of the served shards is loaded or damaged."""
         return all(shard.loading.ended.is_set() for shard in self._shards.values())
 
     def check_serving(self) -> None:
-        """Raises what a caller is told while the shards are not served here."""
+        """Raise the caller's error while no shard is served here."""
         if self._draining:
             raise _stopped()
         if self._shards and (self._health.serving or self._store_away):
@@ -592,8 +591,10 @@ class Engine:
         )
 
     def shard_of(self, topic: str) -> ServedShard:
-        """The shard of a topic. Raises as `check_serving` does, Corruption when the shard is damaged, and NotOwner or
-        Unavailable when others are served here, and it is not.
+        """Return the shard of a topic.
+
+        Raises as `check_serving` does, Corruption if the shard is damaged, and NotOwner or Unavailable if it is not
+        among those served here.
         """
         self.check_serving()
         number = names.shard_of(topic, self._shards_total)
@@ -612,7 +613,7 @@ class Engine:
         raise Unavailable(f"shard {number} is not served now: {reason}", retry_after_ms=AWAY_RETRY_MS)
 
     def location_of(self, topic: str) -> TopicLocation:
-        """Who owns the topic's shard. Raises Unavailable while it is not known."""
+        """Return the owner of the topic's shard. Raises Unavailable while it is unknown."""
         number = names.shard_of(topic, self._shards_total) if self._shards_total else 0
         shard = self._shards.get(number)
         if shard is not None:
@@ -625,7 +626,7 @@ class Engine:
 
 
 def _when_confirmed(shard: ServedShard, confirming: asyncio.Future[None]) -> None:
-    # That a shard is lost is told by its own tasks.
+    # The shard's own tasks report that it is lost.
     if not confirming.cancelled() and confirming.exception() is None:
         collections.deque(shard.every_second(), maxlen=0)
 

@@ -1,19 +1,14 @@
-"""Collecting garbage in the shards that this daemon owns: by itself now and then, and when it is asked to.
+"""Collects garbage in the shards that this daemon owns: regularly, and on request.
 
-Owns: when a shard has its pass, one pass at a time in the daemon, trying again later and later after failures, stopping
-when the shard is lost or the daemon drains, and telling how far a pass is.
-Does not own: a pass (`collection_pass`).
+It runs one pass at a time in the daemon (`collection_pass`), retries later and later after failures, and stops when a
+shard is lost or the daemon drains.
 
-Deleting slots of logs that no shard needs (L7, L12): of the own log, and of logs that have an end.
-
-Owns: which logs nothing names, which of those get an end, and what of the own log went in a pass.
-Does not own: up to which slot the own log goes (`daemon_log`), deleting (`slot_log`), fencing (`fences`), when
-there is a pass (`garbage_collection`).
+It also deletes slots of logs that no shard needs (L7, L12), in this daemon's log and in logs that have an end:
 
     the logs that have an end are found        a FENCE or CLOSE is their highest slot
     the manifests of all shards are read       after that: a claim that names such a log later proves that it is empty
-    what no manifest names goes                all below that end; the end stays for ever
-    what no manifest names and has no end      is fenced when no daemon has told of it for `SILENT_S`: a crash left it
+    logs that no manifest names are deleted    all below that end; the end stays for ever
+    unnamed logs without an end                are fenced if no daemon has reported one for `SILENT_S`: a crash left it
 """
 
 from __future__ import annotations
@@ -42,19 +37,22 @@ from storage_backends.slot_log import LogHeld, SlotLogs
 
 log = logging.getLogger(__name__)
 
-# A log that nothing names is fenced when its daemon has shown no heartbeat for so long.
+# Silence of its daemon's heartbeat after which an unnamed log is fenced (seconds)
 SILENT_S = 3600.0
 
 
 class _Told(NamedTuple):
-    """The heartbeat that tells of a log, None without one, and since when it has been the same, monotonic seconds."""
+    """The heartbeat that reports a log, None without one, and since when it has been the same (monotonic seconds)."""
 
     heartbeat: Heartbeat | None
     since_s: float
 
 
 class LogCollection:
-    """`manifests`: of every shard of the root. `living`: the own log; None while there is none."""
+    """The collection of logs. `manifests` has those of every shard of the root.
+
+    `living` returns this daemon's log, or None while there is none.
+    """
 
     def __init__(
         self,
@@ -67,11 +65,11 @@ class LogCollection:
         self._manifests = manifests
         self._living = living
         self._environment = environment
-        # Of logs that have no end and that nothing names.
+        # Logs that have no end and that no manifest names
         self._told: dict[str, _Told] = {}
 
     async def own(self, *, dry_run: bool) -> ObjectCount:
-        """Deletes what no shard needs of the own log; what has gone, or in a dry run would."""
+        """Delete slots of this daemon's log that no shard needs. Returns their count; a dry run only counts."""
         living = self._living()
         if living is None:
             return NOTHING
@@ -84,11 +82,10 @@ class LogCollection:
         return living.deleted - before
 
     async def dead(self) -> None:
-        """Deletes what lies below the end of each log that no manifest names; fences those that have no end, and whose
-        daemons are silent.
+        """Delete all below the end of each log that no manifest names; fence unnamed logs of silent daemons.
 
-        A manifest that is damaged may name any log, and a damaged log has no end: then nothing goes. Raises the store's
-        errors when it cannot be reached.
+        A damaged manifest may name any log, and a damaged log has no end: then nothing is deleted. Raises the store's
+        errors if it cannot be reached.
         """
         living = self._living()
         own = None if living is None else living.log_id
@@ -105,7 +102,7 @@ class LogCollection:
                 log.warning("log %s, which no shard names, has no end and gets none: %s", log_id, error)
 
     def _delete_dead(self, own: str | None) -> list[str]:
-        """Deletes; gives the logs without an end that are to be fenced."""
+        """Delete slots of logs that have an end; return the logs without one that must be fenced."""
         ends = {log_id: log_fence.ended_at(self._logs, log_id) for log_id in sorted(self._logs.log_ids() - {own})}
         if not ends:
             return []
@@ -126,7 +123,7 @@ class LogCollection:
         return self._silent([log_id for log_id in unnamed if ends[log_id] is None])
 
     def _silent(self, logs: Sequence[str]) -> list[str]:
-        """Those of the logs of which the same heartbeat has told, or none, for `SILENT_S`."""
+        """Return those logs that the same heartbeat, or none, has reported for `SILENT_S`."""
         now_s = self._environment.clock.elapsed_s()
         beats = self._heartbeats() if logs else {}
         before, self._told = self._told, {}
@@ -137,19 +134,19 @@ class LogCollection:
         return [log_id for log_id, each in self._told.items() if now_s - each.since_s >= SILENT_S]
 
     def _heartbeats(self) -> dict[str, Heartbeat]:
-        """By log, the newest heartbeat of the daemon that writes it."""
+        """Return by log the newest heartbeat of the daemon that writes it."""
         beats = heartbeat.read_heartbeats(self._environment.store)
         return {beat.log_id: beat for beat in beats if not beat.log_ended}
 
 
-# How often it is looked whether a shard's pass is due.
+# Time between checks whether a shard's pass is due (seconds)
 LOOK_S = 5.0
-# After passes that failed, the next one comes at the latest after this time.
+# The longest delay of the next pass after failures (seconds)
 LAST_DELAY_S = 21_600.0
 
 
 class _Shard:
-    """One ownership of a shard, and what is known for its next passes; times are monotonic seconds."""
+    """One ownership of a shard, and the state for its next passes. Times are monotonic (seconds)."""
 
     def __init__(self, shard: ServedShard, now_s: float, first_s: float) -> None:
         self.shard = shard
@@ -158,15 +155,14 @@ class _Shard:
         self.worked_s = now_s
         self.failures = 0
         self.waiting = NOTHING
-        # Topics that are not served and have tombstones: when the first of them is due, Unix time in ms.
+        # Topics that are not served and have tombstones: when the first of these is due (Unix time, ms)
         self.unserved: dict[str, int] = {}
 
 
 class Collection:
-    """The garbage collection of one daemon. Used on one event loop.
+    """The garbage collection of one daemon. Used on one event loop. Call `configure` before anything is collected.
 
-    `shards`: those that are served now. `shards_total`: of the root. `living`: the own log. The root is to be looked at
-    before anything is collected.
+    `shards` returns those that are served now, `shards_total` the number of the root's, `living` this daemon's log.
     """
 
     def __init__(
@@ -203,13 +199,13 @@ class Collection:
         )
 
     def configure(self, logs: SlotLogs, manifests: Sequence[commit.ManifestLog[ShardManifest]]) -> None:
-        """The root has these logs, and these manifests of its shards."""
+        """Set the root's logs, and the manifests of its shards."""
         self._log_collection = LogCollection(logs, manifests, self._living, self._environment)
 
-    # ---- by itself
+    # ---- automatically
 
     async def run(self) -> None:
-        """Gives every shard its passes, until it is cancelled."""
+        """Run every shard's passes when they are due, until it is cancelled."""
         look_s = min(LOOK_S, self._environment.config.collection.interval_s)
         while True:
             await self._environment.sleep(look_s)
@@ -222,7 +218,7 @@ class Collection:
                 await self._collect_dead_logs()
 
     async def _collect_dead_logs(self) -> None:
-        """As often as shards are listed."""
+        """Collect the logs of former owners, as often as shards are listed."""
         now_s, interval_s = self._environment.clock.elapsed_s(), self._environment.config.collection.orphan_interval_s
         if self._halted or (self._logs_listed_s is not None and now_s - self._logs_listed_s < interval_s):
             return
@@ -233,7 +229,7 @@ class Collection:
             log.warning("the logs of former owners are not collected: %s", error)
 
     def halt(self) -> None:
-        """No pass begins, and one that is under way ends with the step that it is at."""
+        """Start no pass, and end the one in flight after its current step."""
         self._halted = True
 
     def every_second(self) -> None:
@@ -243,14 +239,14 @@ class Collection:
         self._environment.metrics.set_collection_age(max(ages_s, default=0.0))
 
     def _look(self) -> None:
-        """Shards come and go."""
+        """Add newly served shards, and drop those that are no longer served."""
         now_s = self._environment.clock.elapsed_s()
         served = self._shards()
         for number in [number for number, known in self._known.items() if served.get(number) is not known.shard]:
             del self._known[number]
         for number, shard in served.items():
             if number not in self._known:
-                # The shards of a daemon that has just started are not all looked at together.
+                # Jitter, so that a newly started daemon does not run the passes of all its shards together
                 first_s = now_s + self._environment.config.collection.interval_s * self._environment.jitter()
                 self._known[number] = _Shard(shard, now_s, first_s)
 
@@ -270,7 +266,7 @@ class Collection:
             self._put_off(known, spread)
             return
         except Exception as error:
-            # Whatever it is, it is this shard's.
+            # Any error affects this shard alone.
             log.error("shard %d: collection failed: %r", known.shard.number, error, exc_info=error)
             self._put_off(known, spread)
             return
@@ -286,13 +282,13 @@ class Collection:
         known.next_s = self._environment.clock.elapsed_s() + delay_s
         log.info("shard %d: collection begins again in %.0f s", known.shard.number, delay_s)
 
-    # ---- when it is asked to
+    # ---- on request
 
     async def collect(self, *, dry_run: bool, force: bool, retry_dead: bool) -> AsyncGenerator[GarbageProgress]:
-        """A whole pass over every shard that is owned; one message for each step, the last is `done`.
+        """Run a whole pass over every owned shard. Yields the progress of each step; the last is `done`.
 
-        Raises NotOwner when objects that were given up are to be tried again and a shard belongs to another,
-        Unavailable and OutcomeUnknown when the pass could not go on.
+        Raises NotOwner if objects that were given up are to be retried and another daemon owns a shard. Raises
+        Unavailable and OutcomeUnknown if the pass could not continue.
         """
         if retry_dead and len(self._shards()) < self._shards_total():
             raise NotOwner(
@@ -337,7 +333,7 @@ class Collection:
         return Pass(known.shard, self._environment, self._tools, wish, unserved=known.unserved, check=check)
 
     def _passed(self, known: _Shard, passed: Pass) -> None:
-        """A pass has done what it could."""
+        """Record the results of a completed pass."""
         done = passed.summary
         known.waiting = done.waiting
         waiting = sum((each.waiting for each in self._known.values()), NOTHING)

@@ -1,19 +1,16 @@
-"""The end of a dead daemon's log whose newest slots are damaged or lost: an operator gives up what was in them.
+"""Gives up the damaged or lost newest slots of a dead daemon's log, for `tarryd give-up` alone.
 
-    the newest slot that can be read        says how far the log certainly went for each shard
-    each slot behind it                     may have had one section of each shard, of which nothing is known
-    as many sections without a record       are written behind the end, and then the log can be fenced as any other
+    the newest slot that can be read        shows how far the log certainly goes for each shard
+    each later slot                         may have had one section of each shard, with unknown content
+    as many sections without a record       are written after the end; then the log can be fenced like any other
 
-The numbers of sections that are given up are not used again: topics and checkpoints may have them already, and would
-pass over what is written under them.
+The numbers of sections that are given up are not used again. Topics and checkpoints may have recorded them as applied,
+and would skip new content under these numbers.
 
-Owns: finding what is damaged or lost at the end of a log, and writing in its place.
-Does not own: whether to (the operator), the fence and the claims that follow (`fences`, `takeover`).
-
-What `tarryd give-up` does: an operator accepts that the newest slots of a dead daemon's log are damaged or lost.
-
-Owns: reading the root for it, and what the operator is told. Does not own: the store and its settings
-(`daemon.command`), what is damaged or lost, and what is written in its place (`daemon.owner.give_up`).
+The model of the log protocol found these limits. A fence, or the end of the command, may come between several slots
+that are written; a topic that was sealed as of a later number is then refused until other topics use up the numbers.
+Damage above a FENCE that is not the highest slot is counted from that FENCE. A shard that was reclaimed in the damaged
+log stays damaged if its last section before that is given up.
 """
 
 from __future__ import annotations
@@ -39,32 +36,33 @@ from storage_backends.slot_log import SlotLog
 
 
 class StillWritten(Exception):
-    """Somebody else has written behind the end of the log."""
+    """The error if another process has written after the end of the log."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OwnedShard:
-    """A shard of which a manifest names an owner. `known`: the highest shard slot that anything stored tells of."""
+    """A shard whose manifest names an owner. `known` is the highest shard slot that any stored object mentions."""
 
     tip: ShardManifest
     known: int
 
     @classmethod
     def of(cls, tip: ShardManifest, topics: Iterable[TopicManifest]) -> OwnedShard:
-        """`topics`: the newest manifest of each of its topics."""
+        """Make it from the shard's manifest, and the newest manifest of each of its topics."""
         return cls(tip, max((tip.checkpoint_slot, *(int(each.applied) for each in topics))))
 
     def range_in(self, log_id: str) -> LogRange | None:
-        """The range that is open in the log; None when its owner writes another one."""
+        """Return the range that is open in the log, or None if its owner writes another one."""
         owned = self.tip.open_range
         return owned if owned is not None and owned.log_id == log_id else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Loss:
-    """What is given up: of the log's slots with after < number <= through nothing is known. `highest`: the highest slot
-    that is there. `heads`: how far each shard certainly goes. `sections`: how many sections without a record are to be
-    written for each shard that the log's daemon owned.
+    """The content that is given up: that of the log's slots with after < number <= through.
+
+    `highest` is the highest slot that exists. `heads` says how far each shard certainly goes. `sections` is the number
+    of sections without a record to write for each shard that the log's daemon owned.
     """
 
     log_id: str
@@ -75,7 +73,7 @@ class Loss:
     sections: Mapping[int, int]
 
     def slots(self) -> list[tuple[int, bytes]]:
-        """What is to be written: numbers and bytes."""
+        """Return the slots to write: numbers and bytes."""
         heads, made = dict(self.heads), []
         for place in range(max(self.sections.values())):
             bodies = {}
@@ -90,7 +88,7 @@ class Loss:
         return made
 
     def describe(self) -> str:
-        """For the operator, who has to accept it."""
+        """Describe the loss to the operator, who has to accept it."""
         shards = ", ".join(map(str, sorted(self.sections)))
         return (
             f"log {self.log_id}: nothing is known of what slots {self.after + 1} to {max(self.through, self.highest)} "
@@ -99,10 +97,10 @@ class Loss:
 
 
 def find_loss(slots: SlotLog, shards: Iterable[OwnedShard], *, told: int) -> Loss | None:
-    """What is damaged or lost at the end of a log; None when it can be fenced as it is. Changes nothing.
+    """Find damaged or lost slots at the end of a log; change nothing. Returns None if the log can be fenced as it is.
 
-    `told`: the slot that was certain to the log's daemon, by its heartbeat. Raises Damaged when there is
-    nothing to go by, and the store's errors.
+    `told` is the slot that was certain to the log's daemon, by its heartbeat. Raises Damaged if the log has no slot or
+    its daemon owns no shard, and the store's errors.
     """
     numbers = slots.numbers()
     if not numbers:
@@ -119,14 +117,14 @@ def find_loss(slots: SlotLog, shards: Iterable[OwnedShard], *, told: int) -> Los
     if newest is None:
         after = min(of_log.after for _, of_log in owned.values())
     else:
-        # A fence that is not the end stands in a number that was emptied, and has the heads of the slot before it.
+        # A fence that is not the end has the number of an emptied slot, and the heads of the slot before it.
         after = newest.header.number - newest.header.kind.ends
     heads = {} if newest is None else dict(newest.header.heads)
     for shard, (each, of_log) in owned.items():
         if shard not in heads or heads[shard].epoch != of_log.epoch:
             before = of_log.first_slot - 1
             heads[shard] = Head(of_log.epoch, max(before, each.tip.checkpoint_slot) if newest is None else before)
-    # The fence goes by the slot that is written last: one at least where the highest cannot be read.
+    # The fence relies on the slot that is written last, so one at least is needed if the highest cannot be read.
     missing = max(max(highest, told) - after, int(newest is None))
     sections = {shard: max(missing, each.known - heads[shard].last_slot, 0) for shard, (each, _) in owned.items()}
     if not any(sections.values()):
@@ -135,9 +133,9 @@ def find_loss(slots: SlotLog, shards: Iterable[OwnedShard], *, told: int) -> Los
 
 
 def fill_lost_slots(slots: SlotLog, loss: Loss) -> None:
-    """Writes in the place of what is lost. After an error it is looked for anew, and given up as it is found then.
+    """Write slots in place of the lost ones. After an error, find the loss again and give up that one.
 
-    Raises StillWritten when the log goes on, and the store's errors.
+    Raises StillWritten if the log continues, and the store's errors.
     """
     for number, body in loss.slots():
         try:
@@ -180,10 +178,10 @@ _WAYS: _Ways = {
 
 
 def resolve_loss(store: object_store.ObjectStore, log_id: str, *, accepted: bool, say: Callable[[str], object]) -> bool:
-    """Whether the log can be fenced now. `accepted`: what is damaged or lost is given up; otherwise nothing is written,
-    and `say` hears what it is.
+    """Return whether the log can be fenced now. With `accepted`, damaged and lost slots are given up.
 
-    Raises Corruption when it cannot be told, StillWritten when the log goes on, and the store's errors.
+    Otherwise nothing is written. Calls `say` with each line for the operator. Raises Corruption if there is no root,
+    StillWritten if the log continues, and the store's errors.
     """
     root = root_format.read(store)
     if root is None:

@@ -1,10 +1,7 @@
-"""Heartbeats: how a daemon shows that it lives, and how another one comes to suspect that it does not.
+"""Writes this daemon's heartbeats, and suspects other daemons by theirs.
 
 A heartbeat is watched for *change* against the observer's own monotonic clock; no two clocks are compared. A wrong
-suspicion costs churn, never data: safety is the epoch and the fence.
-
-Owns: the heartbeat object, writing it, and counting the beats that were missed.
-Does not own: what follows from a suspicion (`candidacy`).
+suspicion costs churn, never data: safety is the epoch and the fence. `standby` decides what follows from a suspicion.
 """
 
 from __future__ import annotations
@@ -23,16 +20,16 @@ from storage_backends.formats import names
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 3.0
-# Beats in a row that may be missed before the daemon is suspected to be dead.
+# Consecutive missed beats after which the daemon is suspected to be dead
 MISSES_MAX = 3
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """What a daemon writes about itself.
+    """A daemon's report on itself.
 
-    `address`: host:port of its gRPC service. `shards`: those that it owns. `instance`: unique for each start of the
-    process. `sequence`: one more at each beat. `log_id`: of the log that it writes, or wrote last, empty before the
-    first; `last_slot`: of that log, for certain; `log_ended`: it writes that log no more.
+    `address` is the host:port of its gRPC service, `shards` are those that it owns. `instance` is unique for each start
+    of the process; `sequence` grows by one at each beat. `log_id` is the log that it writes, or wrote last, empty
+    before the first; `last_slot` is a slot that this log certainly has. With `log_ended` it no longer writes that log.
     """
 
     daemon_id: str
@@ -46,7 +43,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogState(NamedTuple):
-    """What a daemon tells of its log; as in `Heartbeat`."""
+    """A daemon's report on its log; fields as in `Heartbeat`."""
 
     log_id: str = ""
     last_slot: int = 0
@@ -54,7 +51,7 @@ class LogState(NamedTuple):
 
 
 def read_heartbeat(store: object_store.ObjectStore, daemon_id: str) -> Heartbeat | None:
-    """The daemon's newest heartbeat; None when there is none that can be read. Errors of the store are raised."""
+    """Return the daemon's newest heartbeat, or None if none can be read. Raises the store's errors."""
     try:
         body = store.get(names.daemon_key(daemon_id))
     except object_store.NotFound:
@@ -70,24 +67,24 @@ def read_heartbeat(store: object_store.ObjectStore, daemon_id: str) -> Heartbeat
 
 
 def daemon_ids(store: object_store.ObjectStore) -> list[str]:
-    """Those of the daemons that have told a heartbeat."""
+    """Return the ids of the daemons that have a heartbeat."""
     return [entry.key.removeprefix(names.DAEMONS_PREFIX) for entry in store.list(names.DAEMONS_PREFIX)]
 
 
 def read_heartbeats(store: object_store.ObjectStore) -> Iterator[Heartbeat]:
-    """The newest heartbeat of each daemon that has one which can be read. Errors of the store are raised."""
+    """Yield the newest readable heartbeat of each daemon. Raises the store's errors."""
     for daemon_id in daemon_ids(store):
         if (found := read_heartbeat(store, daemon_id)) is not None:
             yield found
 
 
 def last_told(heartbeats: Iterable[Heartbeat], log_id: str) -> int:
-    """The slot of a log that was certain to its daemon, by these heartbeats; 0: none tells."""
+    """Return the slot of a log that was certain to its daemon, by these heartbeats; 0 if none reports it."""
     return max((each.last_slot for each in heartbeats if each.log_id == log_id), default=0)
 
 
 class HeartbeatLoop:
-    """Writes the heartbeats of one process. `shards`, `log_state`: what it tells at each beat."""
+    """The loop that writes the heartbeats of one process. It reports `shards` and `log_state` at each beat."""
 
     def __init__(
         self,
@@ -115,14 +112,15 @@ class HeartbeatLoop:
         self._failing = False
 
     async def beats(self) -> None:
-        """A beat at once and then every `interval_s`, until it is cancelled."""
+        """Beat at once and then every `interval_s` seconds, until it is cancelled."""
         while True:
             await self.beat()
             await self._sleep(self._interval_s)
 
     async def beat(self) -> None:
-        """One beat. One that the store does not take is logged when that begins, and not repeated: the next is due
-        soon.
+        """Write one heartbeat.
+
+        A failed one is not repeated, since the next is due soon; only the first failure is logged.
         """
         self._sequence += 1
         heartbeat = Heartbeat(
@@ -146,10 +144,10 @@ class HeartbeatLoop:
 
 @dataclasses.dataclass(slots=True)
 class Watch:
-    """What one observer has seen of one daemon's heartbeat.
+    """One observer's view of one daemon's heartbeat.
 
-    Only observations that succeeded count, and at most one missed beat for each: neither an outage of the store nor a
-    pause of the observer makes anybody suspect.
+    Only successful observations count, and each counts at most one missed beat. Neither an outage of the store nor a
+    pause of the observer causes a suspicion.
     """
 
     interval_s: float = INTERVAL_S
@@ -162,7 +160,7 @@ class Watch:
     _seen_to_change: bool = False
 
     def observe(self, seen: Heartbeat | None, *, now_s: float) -> None:
-        """Takes in what was read from the store (None: no heartbeat); `now_s` is the time at which it was asked for."""
+        """Take a heartbeat that was read, or None. `now_s` is the time of the read request."""
         if self._changed_at_s is None or seen != self.last_seen:
             self._seen_to_change = self._changed_at_s is not None
             self.last_seen = seen
@@ -176,13 +174,16 @@ class Watch:
                 self._suspected_at_s = now_s
 
     def store_failed(self, *, now_s: float) -> None:
-        """The heartbeat could not be read: what the owner could not write either is no miss. The count starts again."""
+        """Restart the count, since the heartbeat could not be read.
+
+        A beat that the owner could not write is no miss.
+        """
         self._misses = 0
         self._counted_at_s = now_s
         self._suspected_at_s = None
 
     def may_have_ended(self, log_id: str) -> bool:
-        """Whether it is worth looking if the log has an end: a beat was missed, or the daemon writes another one."""
+        """Return whether the log may have an end: a beat was missed, or the daemon writes another log."""
         if self.last_seen is None:
             return False
         return self._misses > 0 or self.last_seen.log_ended or self.last_seen.log_id != log_id
@@ -193,15 +194,15 @@ class Watch:
 
     @property
     def alive(self) -> bool:
-        """Whether it was seen to beat, and did not fall silent since."""
+        """True if it was seen to beat and has not fallen silent since."""
         return self._seen_to_change and self.last_seen is not None and not self.suspected
 
     def suspected_for_s(self, now_s: float) -> float:
-        """Seconds since the suspicion began, 0 without one."""
+        """Seconds since the suspicion began, 0.0 without one."""
         return 0.0 if self._suspected_at_s is None else now_s - self._suspected_at_s
 
     def describe(self, now_s: float) -> str:
-        """For people, such as "last heartbeat seen 4 s ago"."""
+        """Describe the heartbeat, such as "last heartbeat seen 4 s ago"."""
         if self._changed_at_s is None:
             return "its heartbeat was not read yet"
         age_s = now_s - self._changed_at_s

@@ -1,11 +1,7 @@
-"""Watching for topics that other processes merged: one request a minute, however many topics there are.
+"""Watches for topics that other processes merged, by one request a minute for all topics, in a loop of its own.
 
-Owns: when the hints of mergers are looked at, which of them are cleared, and who is told.
-Does not own: the hints (`storage_backends.merge_hints`), reading a topic's newest manifest and looking without a hint
-(`bucket_life`).
-
-Several daemons may share a root: each clears the hints of the shards that it serves. What comes with a shard that is
-taken over is looked at then.
+Several daemons may share a root: each clears the hints of the shards that it serves. `storage_backends.merge_hints` has
+the hints. The topics of a shard that is taken over are checked without one.
 """
 
 from __future__ import annotations
@@ -22,17 +18,15 @@ from storage_backends.object_store import StoreError
 log = logging.getLogger(__name__)
 
 LOOK_S = 60.0
-# Hints that are cleared by one thread, one after the other, before the topics are looked at: that is the pace.
+# Hints that one thread clears one after the other before the topics are checked: that sets the pace.
 PORTION_HINTS = 16
 
-# What the hints were cleared for: a value of theirs, and ownerships of shards.
+# The value of the hints, and the shards, for which they were last cleared
 _Handled = tuple[bytes, frozenset["ServedShard"]]
 
 
 class MergeWatch:
-    """Watches for topics that other processes merged, for the shards of one daemon. `shards`: those that are served
-    now.
-    """
+    """The watch for the shards of one daemon. `shards` returns those that are served now."""
 
     def __init__(self, environment: Environment, shards: Callable[[], Mapping[int, ServedShard]]) -> None:
         self._environment = environment
@@ -40,7 +34,7 @@ class MergeWatch:
         self._handled: _Handled | None = None
 
     async def run(self) -> None:
-        """Looks for ever."""
+        """Check for hints until it is cancelled."""
         while True:
             await self._environment.sleep(LOOK_S)
             try:
@@ -67,7 +61,7 @@ class MergeWatch:
             self._handled = value, shards
 
     def _may_come(self, hint: MergeHint) -> bool:
-        """Whether its topic is being loaded, or will be: what was read of it may be older than the merge."""
+        """Return whether the hint's topic is being loaded or will be, possibly from data older than the merge."""
         return self._shards()[hint.shard].may_load(hint.topic_id)
 
     async def _clear(self, hints: Sequence[MergeHint]) -> None:
@@ -80,7 +74,7 @@ class MergeWatch:
         try:
             await self._environment.run(clear_all)
         finally:
-            # Also of those that may or may not be cleared.
+            # Also for hints that may not have been cleared
             for hint in hints:
                 shard = self._shards().get(hint.shard)
                 if shard is not None:

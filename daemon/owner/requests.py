@@ -1,9 +1,8 @@
-"""Every call of the services, brought to its shard and topic.
+"""Brings every call of the services to its shard and topic.
 
-Owns: the checks that need nothing but the request and the limits, finding the topic, and that an answer which says what
-is not there is true (R8).
-Does not own: what a call does (`served_topic`, `topic_changes`, `topic_changes`, `leases`, `topic_inspection`,
-`viewing`), the wire, and whether the daemon serves (`engine`).
+It makes the checks that need only the request and the limits, and finds the topic. Before it answers that something
+does not exist, it confirms that the shard is still owned (R8). `engine` decides whether the daemon serves; the topic's
+parts make the calls.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from daemon.topic.viewing import Viewing
 from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U64
 
-# Ledgers that one request may name: each costs a few microseconds on the loop.
+# Ledgers that one request may name, since each takes a few microseconds on the event loop
 LEDGERS_MAX = 1_000
-# Topics that are looked at before hand-outs and requests have their turn.
+# Topics that are read before deliveries and requests have their turn
 TOPICS_A_TURN = 20
-# A scrape that takes longer than this, in seconds, fails.
+# A scrape that takes longer fails (seconds).
 SNAPSHOT_S = 10.0
 NO_POLICY = SubscriptionPolicy()
 
@@ -77,15 +76,15 @@ class Shards(Protocol):
         ...
 
     def location_of(self, topic: str) -> call_values.TopicLocation:
-        """Raises Unavailable while it is not known."""
+        """Return the owner of a topic's shard. Raise Unavailable while it is unknown."""
         ...
 
 
 class Requests:
     """The calls of one engine. Made on the event loop that runs it.
 
-    Those on a topic raise NotOwner and Unavailable as `Shards.shard_of`, Corruption when the topic is damaged, and
-    OutcomeUnknown when it may or may not be durable.
+    Those on a topic raise NotOwner and Unavailable like `Shards.shard_of`, Corruption if the topic is damaged, and
+    OutcomeUnknown if the call may or may not be durable.
     """
 
     def __init__(self, engine: Shards, environment: Environment) -> None:
@@ -104,8 +103,9 @@ class Requests:
         subscription: str | None = None,
         caller: Caller | None = None,
     ) -> AddOutcome:
-        """Adds positions to a topic, or to the own index of one subscription; returns when they are durable. See
-        `daemon.core.decisions.topic_state`. Raises NotFound when there is no such subscription, QuotaExceeded.
+        """Add positions to a topic, or to the subscription index of one subscription; return when they are durable.
+
+        See `daemon.core.decisions.topic_state`. Raises NotFound if there is no such subscription, and QuotaExceeded.
         """
         self._check_names(topic, subscription)
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
@@ -114,7 +114,7 @@ class Requests:
                 return await served.adds.add(batch, subscription, caller)
         shard = self._engine.shard_of(topic)
         if await shard.topic(topic) is None:
-            # What is refused bears no topic.
+            # Refused rows create no topic.
             refused = self._refused_of_new_topic(batch)
             if len(refused) == len(batch.entry_id):
                 return AddOutcome.nothing(refused)
@@ -124,8 +124,9 @@ class Requests:
             return await served.adds.add(batch, None, caller)
 
     def add_at_once(self, topic: str, batch: AddBatch, caller: Caller) -> asyncio.Future[AddOutcome] | None:
-        """Adds positions to a topic that is there. The future ends as `add` does; it may be cancelled: they are added
-        all the same. None: they are for `add`. Raises QuotaExceeded.
+        """Add positions to an existing topic. Returns None if the caller must use `add`.
+
+        The future ends as `add` does. If it is cancelled, the positions are added all the same. Raises QuotaExceeded.
         """
         self._check_topic(topic)
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
@@ -133,29 +134,30 @@ class Requests:
         return None if owned is None else owned.adds.add_at_once(batch, caller)
 
     def add_row(self, topic: str, row: AddRow, caller: Caller) -> asyncio.Future[AddOutcome] | None:
-        """Adds a row, as `add_at_once` does, together with others that come at about the same time."""
+        """Add a row like `add_at_once`, together with others that come at about the same time."""
         self._check_topic(topic)
         owned = self._engine.shard_of(topic).topics.get(topic)
         return None if owned is None else owned.adds.add_row(row, caller)
 
     async def cancel(self, topic: str, subscription: str | None, ledger_id: U64, entry_id: U64) -> CancelOutcome:
-        """Takes positions out before they are due, of every index or of a subscription's own one; returns when that is
-        durable. See `daemon.core.decisions.withdrawal_decisions`. Raises NotFound.
+        """Remove positions before they are due, from all indexes or from one subscription index.
+
+        Returns when that is durable. See `daemon.core.decisions.withdrawal_decisions`. Raises NotFound.
         """
         self._check_positions(topic, subscription, ledger_id, entry_id)
         async with self._served(topic) as (_, served):
             return await served.withdrawals.cancel(subscription, ledger_id, entry_id)
 
     async def reschedule(self, topic: str, subscription: str | None, batch: RescheduleBatch) -> RescheduleOutcome:
-        """Gives positions other times before they are due; the same. Raises NotFound, DelayTooLong."""
+        """Give positions other times before they are due, like `cancel`. Raises NotFound, DelayTooLong."""
         self._check_positions(topic, subscription, batch.ledger_id, batch.entry_id)
         async with self._served(topic) as (_, served):
             return await served.withdrawals.reschedule(subscription, batch)
 
     async def contains(self, topic: str, asked: EntryRanges, subscription: str | None) -> Contained:
-        """What of the ranges is in the index, or is owed to one subscription; a topic that is not there has nothing.
+        """Return the parts of the ranges that are in the index, or owed to one subscription.
 
-        Raises NotFound when the topic has no such subscription.
+        A topic that does not exist contains nothing. Raises NotFound if the topic has no such subscription.
         """
         self._check_names(topic, subscription)
         limits.check_rows("entry_id", len(asked.ledger_id), self._limits.rows_max)
@@ -178,8 +180,9 @@ class Requests:
         *,
         dead_letter: bool = False,
     ) -> call_values.Trimmed:
-        """Drops rows of ledgers at or before an entry, of the topic or of one subscription. `dead_letter`: they become
-        dead letters of the subscription. Raises NotFound.
+        """Drop rows of ledgers at or before an entry, of the topic or of one subscription.
+
+        With `dead_letter` they become dead letters of the subscription. Raises NotFound.
         """
         self._check_names(topic, subscription)
         if dead_letter and subscription is None:
@@ -193,7 +196,7 @@ class Requests:
             return await shard.changes.trim(served, subscription, ranges, dead_letter=dead_letter)
 
     async def clear(self, topic: str, subscription: str | None) -> int:
-        """Drops every row of the topic or of one subscription; how many."""
+        """Drop every row of the topic or of one subscription; return how many."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (shard, served):
             return (await shard.changes.trim(served, subscription, None)).rows
@@ -201,8 +204,9 @@ class Requests:
     # ---- dispatch
 
     async def open_dispatch(self, topic: str, subscription: str, held: HeldPositions) -> DispatchStream:
-        """Opens a dispatcher's stream; it may hold as many positions as one message can name. Raises NotFound, and
-        Conflict while the subscription is open as KEY_SHARED.
+        """Open a dispatcher's stream, which may hold as many positions as one message can name.
+
+        Raises NotFound, and Conflict while the subscription is open as KEY_SHARED.
         """
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
@@ -215,8 +219,10 @@ class Requests:
         consumers: Sequence[call_values.Consumer],
         held: call_values.HeldByConsumers,
     ) -> KeySharedStream:
-        """Opens a KEY_SHARED stream for a dispatcher that says which consumers it has, and what they hold. Raises
-        NotFound, InvalidArgument, QuotaExceeded, and Conflict while the subscription is open as SHARED or leases rows.
+        """Open a KEY_SHARED stream for a dispatcher that names its consumers, and the positions that they hold.
+
+        Raises NotFound, InvalidArgument, QuotaExceeded, and Conflict while the subscription is open as SHARED or leases
+        rows.
         """
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
@@ -225,9 +231,9 @@ class Requests:
     async def get_scheduled(
         self, topic: str, subscription: str, *, max_rows: int, lease_ms: int, wait_ms: int
     ) -> call_values.Leased:
-        """Due rows without a stream, leased for `lease_ms` (0: as the subscription's policy says).
+        """Lease due rows without a stream for `lease_ms`; 0 stands for the subscription's policy.
 
-        Waits up to `wait_ms` for the first one. Cancel it when the caller has gone. Raises NotFound, QuotaExceeded, and
+        Waits up to `wait_ms` for the first one. Cancel it when the caller has left. Raises NotFound, QuotaExceeded, and
         Conflict while the subscription is open as KEY_SHARED.
         """
         self._check_names(topic, subscription)
@@ -241,7 +247,7 @@ class Requests:
             )
 
     async def acknowledge(self, topic: str, subscription: str, claims: HeldPositions) -> Ignored:
-        """Acknowledges positions of streams or leases, durably; how many were not in the backlog with that time."""
+        """Acknowledge positions of streams or leases durably; return those not in the backlog with that time."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
             state = served.subscription(subscription)
@@ -250,15 +256,17 @@ class Requests:
     async def negative_acknowledge(
         self, topic: str, subscription: str, nack: call_values.Nack
     ) -> call_values.NackOutcome:
-        """Has positions of streams or leases, or such as were never handed out, come back later, or makes them dead
-        letters, durably. See `nack_decisions`. Raises DelayTooLong, QuotaExceeded.
+        """Redeliver positions later, or make them dead letters, durably.
+
+        They are positions of streams or leases, or such as were never delivered. See `nack_decisions`. Raises
+        DelayTooLong, QuotaExceeded.
         """
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
             return await served.nacks.negative_acknowledge(served.subscription(subscription), nack, awaited=True)
 
     async def extend_lease(self, topic: str, subscription: str, claims: HeldPositions, lease_ms: int) -> Ignored:
-        """Positions stay leased for `lease_ms` from now on, 0 ends it; those that were not leased with that time."""
+        """Lease positions for `lease_ms` from now on; 0 ends the lease. Return those not leased with that time."""
         self._check_names(topic, subscription)
         leases.check_lease(lease_ms)
         async with self._served(topic) as (_, served):
@@ -274,7 +282,7 @@ class Requests:
         policy: SubscriptionPolicy = NO_POLICY,
         properties: NamedValues = (),
     ) -> call_values.SubscriptionCreated:
-        """Creates a subscription, and the topic if it is new. Raises AlreadyExists, QuotaExceeded."""
+        """Create a subscription, and the topic if it is new. Raises AlreadyExists, QuotaExceeded."""
         self._check_names(topic, subscription)
         shard = self._engine.shard_of(topic)
         async with self._truthful(shard):
@@ -288,14 +296,14 @@ class Requests:
         policy: SubscriptionPolicy,
         properties: NamedValues = (),
     ) -> None:
-        """Replaces a subscription's policy and properties; they count when this returns."""
+        """Replace a subscription's policy and properties; they are in force when this returns."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (shard, served):
             self._check_policy(policy, properties, served)
             await shard.changes.update_subscription(served, subscription, policy, properties)
 
     async def delete_subscription(self, topic: str, subscription: str) -> int:
-        """Deletes a subscription and waives its claims; how many dead letters left with it."""
+        """Delete a subscription and release its claims; return how many dead letters it had."""
         self._check_names(topic, subscription)
         async with self._served(topic) as (shard, served):
             return await shard.changes.delete_subscription(served, subscription)
@@ -305,7 +313,7 @@ class Requests:
     async def list_dead_letters(
         self, topic: str, subscription: str, asked: DeadLetterFilter, page_size: int, after_id: int
     ) -> call_values.DeadLetterPage:
-        """Dead letters with ids above `after_id`, `next_after` of the page before. See `dead_letters`."""
+        """Return dead letters with ids above `after_id`, `next_after` of the page before. See `topic_dead_letters`."""
         self._check_dead_letters(topic, subscription, asked)
         async with self._served(topic) as (_, served):
             return await served.dead_letters.page(served.subscription(subscription), asked, page_size, after_id)
@@ -313,13 +321,13 @@ class Requests:
     async def replay_dead_letters(
         self, topic: str, subscription: str, asked: DeadLetterFilter, delay_ms: int
     ) -> call_values.Replayed:
-        """Has dead letters delivered again, `delay_ms` from now; returns when that is durable. See `dead_letters`."""
+        """Deliver dead letters again, `delay_ms` from now; return when that is durable. See `topic_dead_letters`."""
         self._check_dead_letters(topic, subscription, asked)
         async with self._served(topic) as (_, served):
             return await served.dead_letters.replay(served.subscription(subscription), asked, delay_ms=delay_ms)
 
     async def purge_dead_letters(self, topic: str, subscription: str, asked: DeadLetterFilter) -> int:
-        """Forgets dead letters; how many, when that is durable. See `dead_letters`."""
+        """Remove dead letters; return how many when that is durable. See `topic_dead_letters`."""
         self._check_dead_letters(topic, subscription, asked)
         async with self._served(topic) as (_, served):
             return await served.dead_letters.purge(served.subscription(subscription), asked)
@@ -327,7 +335,7 @@ class Requests:
     # ---- topics
 
     async def set_topic_policy(self, topic: str, policy: TopicPolicy) -> TopicPolicy:
-        """Replaces a topic's policy, and creates the topic if it is new; what is in force when this returns."""
+        """Replace a topic's policy, and create the topic if it is new; return the policy in force."""
         self._check_topic(topic)
         topic_settings.check_topic_policy(policy)
         shard = self._engine.shard_of(topic)
@@ -342,19 +350,21 @@ class Requests:
             return call_values.TopicPolicies(stored=settings.policy, effective=settings.effective)
 
     async def set_delay_levels(self, topic: str, table: TopicDelayLevels | None) -> DelayLevels:
-        """Replaces a topic's delay levels, None: by the daemon's, and creates the topic if it is new; what is in force
-        when this returns. What is pending keeps its time. Raises InvalidArgument with the place: the old ones stay.
+        """Replace a topic's delay levels, with None by the daemon's; create the topic if it is new.
+
+        Returns the levels in force. Pending rows keep their times. Raises InvalidArgument with the place of the fault;
+        the old levels stay.
         """
         self._check_topic(topic)
         shard = self._engine.shard_of(topic)
         if await shard.topic(topic) is None:
-            # What is refused bears no topic.
+            # Refused rows create no topic.
             topic_settings.levels_of(self._environment, table, delay_max_ms=self._limits.delay_max_ms)
         served = await shard.topic_to_write(topic)
         return await shard.changes.set_delay_levels(served, table)
 
     async def delay_levels(self, topic: str) -> call_values.TopicLevels:
-        """The delay levels in force: of a topic, or, where the name is empty, the daemon's. Raises NotFound."""
+        """Return the delay levels in force of a topic, or the daemon's if the name is empty. Raises NotFound."""
         if not topic:
             return call_values.TopicLevels(self._environment.delay_levels, of_topic=False, pending=())
         self._check_topic(topic)
@@ -364,37 +374,37 @@ class Requests:
             return found
 
     async def seal(self, topic: str) -> call_values.Sealed:
-        """Seals the mutable bucket now; returns when that is committed."""
+        """Seal the mutable bucket now; return when that is committed."""
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             return await shard.changes.seal(served)
 
     async def merge(self, topic: str, buckets_max: int) -> call_values.Merged:
-        """Merges neighbouring buckets until no index has more than `buckets_max`, 0: than the topic's policy says."""
+        """Merge neighbouring buckets until no index has more than `buckets_max`; 0 stands for the topic's policy."""
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             return await shard.changes.merge(served, buckets_max)
 
     async def delete_topic(self, topic: str) -> call_values.TopicDeleted:
-        """Deletes a topic with everything in it."""
+        """Delete a topic with everything in it."""
         self._check_topic(topic)
         async with self._served(topic) as (shard, served):
             return await shard.changes.delete(served)
 
     def collect(self, *, dry_run: bool, force: bool, retry_dead: bool) -> AsyncGenerator[call_values.GarbageProgress]:
-        """Collects the garbage of the shards that are served here, step by step."""
+        """Collect the garbage of the shards that are served here, step by step."""
         self._engine.check_serving()
         return self._engine.collection.collect(dry_run=dry_run, force=force, retry_dead=retry_dead)
 
     async def lookup(self, topic: str) -> call_values.TopicLocation:
-        """The shard of a topic and who owns it, whether the topic exists or not."""
+        """Return the shard of a topic and its owner, whether the topic exists or not."""
         self._check_topic(topic)
         return self._engine.location_of(topic)
 
     # ---- inspection
 
     async def list_topics(self, page_size: int, after: str, prefixes: tuple[str, ...] = ("",)) -> call_values.TopicPage:
-        """At most `page_size` topics whose names begin with one of the prefixes and come after `after`."""
+        """Return at most `page_size` topics that have one of the prefixes, in name order after `after`."""
         size = topic_inspection.page_size_of(page_size)
         self._engine.check_serving()
         found: dict[str, ServedTopic] = {}
@@ -412,7 +422,7 @@ class Requests:
         )
 
     async def topic_stats(self, topic: str) -> call_values.TopicStats:
-        """Counts of one topic. Raises NotFound."""
+        """Return the counts of one topic. Raises NotFound."""
         shard, served = await self._shown(topic)
         applied_slot = shard.topics[topic].manifests.manifest.applied
         merges = int(shard.topics[topic].buckets.merging.under_way)
@@ -423,8 +433,10 @@ class Requests:
     async def retained(
         self, topic: str, ledger_ids: U64 | None, page_size: int, after: int | None
     ) -> call_values.RetentionPage:
-        """What a topic needs of its log: of each ledger, of those given or, None, of all, the lowest entry that has a
-        row. `after`: `next_after` of the page before. Raises NotFound.
+        """Return the parts of its message log that a topic needs: the lowest entry that has a row, by ledger.
+
+        `ledger_ids` are the ledgers to check, or None for all. `after` is `next_after` of the page before. Raises
+        NotFound.
         """
         self._check_topic(topic)
         if ledger_ids is not None:
@@ -435,13 +447,13 @@ class Requests:
             return await served.retained(ledger_ids, size, after)
 
     async def list_buckets(self, topic: str, page_size: int, after: str) -> call_values.BucketPage:
-        """Sealed buckets of a topic after the place `after`, `next_after` of the page before."""
+        """Return sealed buckets of a topic after the place `after`, `next_after` of the page before."""
         size = topic_inspection.page_size_of(page_size)
         _, served = await self._shown(topic)
         return topic_inspection.buckets_page(served, size, after, now_ms=self._environment.clock.now_ms())
 
     async def list_subscriptions(self, topic: str, page_size: int, after: str) -> call_values.SubscriptionPage:
-        """Subscriptions of a topic whose names come after `after`."""
+        """Return subscriptions of a topic whose names come after `after`."""
         size = topic_inspection.page_size_of(page_size)
         _, served = await self._shown(topic)
         return topic_inspection.subscriptions_page(served, size, after, now_ms=self._environment.clock.now_ms())
@@ -449,8 +461,9 @@ class Requests:
     async def list_consumers(
         self, topic: str, subscription: str, page_size: int, after: int
     ) -> call_values.ConsumerPage:
-        """Consumers of a subscription that joined after the one with the number `after`, `next_after` of the page
-        before. Raises NotFound.
+        """Return consumers of a subscription that joined after the one numbered `after`.
+
+        `after` is `next_after` of the page before. Raises NotFound.
         """
         size = topic_inspection.page_size_of(page_size)
         self._check_names(topic, subscription)
@@ -463,13 +476,13 @@ class Requests:
     async def list_scheduled(
         self, topic: str, view: call_values.View, page_size: int, after: Place | None
     ) -> call_values.ScheduledPage:
-        """Rows that are not due yet, after the place `after`, `next_after` of the page before. See `viewing`."""
+        """Return rows that are not due yet, after the place `after`, `next_after` of the page before. See `viewing`."""
         self._check_names(topic, view.subscription)
         async with self._served(topic) as (_, served):
             return await self._viewing.scheduled(served, view, page_size, after)
 
     async def histogram(self, topic: str, view: call_values.View, width_ms: int) -> call_values.Histogram:
-        """How many rows come due when; `width_ms` of a bar, 0: a round one. See `viewing`."""
+        """Count rows by due time, in bars of `width_ms`; 0 stands for a round width. See `viewing`."""
         self._check_names(topic, view.subscription)
         async with self._served(topic) as (_, served):
             return await self._viewing.histogram(served, view, width_ms)
@@ -482,13 +495,16 @@ class Requests:
         page_size: int,
         after: Place | None,
     ) -> call_values.BacklogPage:
-        """What a subscription is owed that is due and not acknowledged, after the place `after`. See `viewing`."""
+        """Return the rows that a subscription is owed, due and not acknowledged, after the place `after`.
+
+        See `viewing`.
+        """
         self._check_names(topic, subscription)
         async with self._served(topic) as (_, served):
             return await self._viewing.backlog(served, subscription, ledgers, page_size, after)
 
     def metrics_snapshot(self) -> Sequence[TopicNumbers]:
-        """Every topic's numbers, for a scrape. Called in the scrape's thread; taken on the loop."""
+        """Return every topic's numbers for a scrape. Called in the scrape's thread; reads them on the loop."""
         if self._loop.is_closed():
             return ()
         return asyncio.run_coroutine_threadsafe(self._topic_numbers(), self._loop).result(timeout=SNAPSHOT_S)
@@ -507,16 +523,19 @@ class Requests:
     # ---- finding
 
     def alone_in_s(self, topic: str) -> float:
-        """For how long a former owner of the topic may still act; 0.0 where none does, or nothing is served here."""
+        """Return how long a former owner of the topic may still be active (seconds).
+
+        Returns 0.0 if none is, or if the shard is not served here.
+        """
         try:
             return self._engine.shard_of(topic).alone_in_s
         except TarryError:
-            # The call says it.
+            # The call itself raises this error.
             return 0.0
 
     @contextlib.asynccontextmanager
     async def _served(self, topic: str) -> AsyncIterator[tuple[ServedShard, ServedTopic]]:
-        """The topic of a call. Raises NotFound, and TopicFailed where the call breaks an invariant of it."""
+        """Find the topic of a call. Raises NotFound, and TopicFailed if the call breaks an invariant of it."""
         shard = self._engine.shard_of(topic)
         async with self._truthful(shard):
             served = await shard.topic(topic)
@@ -527,7 +546,7 @@ class Requests:
 
     @contextlib.asynccontextmanager
     async def _truthful(self, shard: ServedShard) -> AsyncIterator[None]:
-        """An answer that depends on what is or is not there waits until the shard is known to be ours still."""
+        """Confirm that the shard is still owned before an answer about what exists."""
         try:
             yield
         except (NotFound, AlreadyExists):
@@ -543,7 +562,7 @@ class Requests:
         return shard, served
 
     def _refused_of_new_topic(self, batch: AddBatch) -> Refused:
-        """The rows that a topic would return which has the daemon's own settings. Raises as an add to it would."""
+        """Return the rows that a topic with the daemon's own settings would refuse. Raises as an add to it would."""
         environment = self._environment
         now_ms, levels = environment.clock.now_ms(), environment.delay_levels
         refused = add_decisions.refused_of(batch, now_ms=now_ms, request_limits=self._limits, levels=levels)

@@ -1,16 +1,11 @@
-"""Waits until this daemon may take over, and says whom it waits for.
+"""Waits until this daemon may take over, and reports the daemon that it waits for.
 
-One daemon owns all shards of a root: it takes over when it may claim every one of them. Of several that may at once,
-the one that gets shard 0 goes on with the others.
+One daemon owns all shards of a root: it takes over when it may claim every one of them. If several may at once, the one
+that gets shard 0 continues with the others.
 
-Owns: looking at the shards' manifests, heartbeats, ends of logs and local locks, again and again.
-Does not own: the decision (`candidacy`), the takeover, and the lock of this daemon's own id.
-
-May this daemon claim a shard now, or whom does it wait for?
-
-Owns: the decision, once for each former owner.
-Does not own: what it is decided on (the shard manifest's tip, the end of a log, local locks, `heartbeat`), the claim
-(`takeover`), and safety: two candidates that both claim cost churn, never data.
+`decide_candidacy` decides once for each former owner; `Standby` repeatedly reads what it decides on: the shards'
+manifests, heartbeats, ends of logs and local locks. `takeover` makes the claim. Safety does not depend on the decision:
+two candidates that both claim cost churn, never data.
 """
 
 from __future__ import annotations
@@ -31,10 +26,10 @@ from storage_backends.formats.manifest import ShardManifest
 
 
 class OwnerLock(enum.Enum):
-    """What the former owner's local lock says of its process.
+    """The former owner's process by its local lock.
 
-    `FREE`: it has ended. `HELD`: it exists, perhaps paused. `UNKNOWN`: there is no such lock here (another
-    machine, S3).
+    `FREE` means that it has ended, `HELD` that it exists, perhaps paused. `UNKNOWN` means that there is no such lock
+    here (another machine, S3).
     """
 
     FREE = enum.auto()
@@ -44,7 +39,7 @@ class OwnerLock(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedOwner:
-    """Who owns a shard by the tip of its manifest, and in which log; all are empty when the shard was given up."""
+    """The owner of a shard by the tip of its manifest, and its log. All fields are empty if the shard was given up."""
 
     owner: str
     address: str
@@ -53,14 +48,14 @@ class RecordedOwner:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ClaimNow:
-    """Take over by R5; `reason` is for the log."""
+    """The decision to take over by R5. `reason` is for the log."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """Stand by; `reason` is for health and the log. Decide again at the next observation."""
+    """The decision to stand by until the next observation. `reason` is for health and the log."""
 
     reason: str
 
@@ -75,10 +70,10 @@ def decide_candidacy(
     rank: int,
     now_s: float,
 ) -> ClaimNow | Wait:
-    """Decides on the shards of one recorded owner; None stands for shards that nobody ever claimed.
+    """Decide on the shards of one recorded owner, or with None on shards that were never claimed.
 
-    `log_ended`: a FENCE or CLOSE was seen at the end of the recorded owner's log. `watch`: of its
-    heartbeat. `rank`: this daemon's among the live candidates, see `rendezvous_rank`. `now_s`: monotonic seconds.
+    With `log_ended` a FENCE or CLOSE was seen at the end of the recorded owner's log. `watch` is that of its heartbeat.
+    `rank` is that of this daemon among the live candidates (`rendezvous_rank`). `now_s` is monotonic (seconds).
     """
     if recorded is None:
         return ClaimNow("nobody ever owned it")
@@ -100,9 +95,10 @@ def decide_candidacy(
 
 
 def rendezvous_rank(daemon_id: str, *, others: Iterable[str], former_owner: str) -> int:
-    """How many of the `others` (ids of live daemons) go before this one for what `former_owner` leaves behind.
+    """Return how many of the `others` (ids of live daemons) go before this one after `former_owner`.
 
-    Every candidate computes the same order, another one for each former owner, so that the first usually claims alone.
+    Every candidate computes the same order, a different one for each former owner, so that the first usually claims
+    alone.
     """
 
     def weight(candidate: str) -> bytes:
@@ -116,7 +112,7 @@ log = logging.getLogger(__name__)
 
 
 def lock_of(locks: local_directory.LocalLocks | None, daemon_id: str) -> OwnerLock:
-    """Whether the process of `daemon_id` lives on this machine; UNKNOWN without local locks."""
+    """Return whether the process of `daemon_id` lives on this machine; UNKNOWN without local locks."""
     if locks is None or not locks.known(daemon_id):
         return OwnerLock.UNKNOWN
     try:
@@ -126,15 +122,16 @@ def lock_of(locks: local_directory.LocalLocks | None, daemon_id: str) -> OwnerLo
         return OwnerLock.UNKNOWN
     if held is None:
         return OwnerLock.HELD
-    # Not kept: its daemon may be about to start again, and two claims at once cost churn only.
+    # Not kept: its daemon may be about to start again, and two claims at once cost only churn.
     held.release()
     return OwnerLock.FREE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Claimable:
-    """Every shard, or the one that was asked for, may be claimed. `gone_owners`: recorded owners of whom no process is
-    alive; "" stands for nobody.
+    """The result that every shard, or the one that was asked for, may be claimed.
+
+    `gone_owners` are recorded owners that have no live process; "" stands for a shard without an owner.
     """
 
     reason: str
@@ -142,18 +139,18 @@ class Claimable:
 
 
 def recorded_owner(manifest: ShardManifest) -> RecordedOwner:
-    """Who owns the shard by its manifest."""
+    """Return the owner of the shard by its manifest."""
     owned = manifest.open_range
     return RecordedOwner(manifest.owner, manifest.address, "" if owned is None else owned.log_id)
 
 
 class Standby:
-    """The observations of one daemon. `shard_logs`: one for each shard of the root.
+    """The observations of one daemon. `shard_logs` has one for each shard of the root.
 
-    `lock`: what the lock of a daemon id says, see `lock_of`; `log_has_ended`: whether the highest slot of a log is a
-    FENCE or CLOSE; both are called in the executor. `parts` reads manifests side by side: where some are asked for
-    again a look would else take so long that heartbeats are seldom read. `look_interval_s`: between two looks; worth
-    being short where there are locks, as they show at once that a process has ended.
+    `lock` returns the state of a daemon's lock (`lock_of`). `log_has_ended` returns whether the highest slot of a log
+    is a FENCE or CLOSE. Both are called in the executor. `parts` reads manifests in parallel: otherwise, when reads are
+    retried, a look would take so long that heartbeats are seldom read. `look_interval_s` is the time between two looks
+    (seconds). A short one pays off where there are locks, since they show at once that a process has ended.
     """
 
     def __init__(
@@ -176,7 +173,7 @@ class Standby:
         self._daemon_id = daemon_id
         self._lock = lock
         self._log_has_ended = log_has_ended
-        # Logs of which that was seen: it stays so.
+        # Logs that were seen to have an end, which is final
         self._ended_logs: set[str] = set()
         self._run = run
         self._parts = parts
@@ -187,22 +184,22 @@ class Standby:
         self._new_watch = new_watch
         self._damaged: dict[int, object_store.Damaged] = {}
         self._watches: dict[str, heartbeat.Watch] = {}
-        # host:port of another daemon that owned a shard at the last look, empty when there was none.
+        # host:port of another daemon that owned a shard at the last look, empty if there was none
         self.owner_address = ""
 
     def tip(self, shard: int) -> commit.Tip[ShardManifest] | None:
-        """The tip of a shard's manifest at the last look; None when there was none."""
+        """Return the tip of a shard's manifest at the last look, or None if there was none."""
         return self._tips[shard]
 
     def told_of(self, log_id: str) -> int:
-        """The slot of a log that was certain to its daemon, by its newest heartbeat that was read; 0: none told."""
+        """Return the slot of a log that was certain to its daemon, by its newest known heartbeat; 0 if unknown."""
         seen = (watch.last_seen for watch in self._watches.values())
         return heartbeat.last_told((beat for beat in seen if beat is not None), log_id)
 
     async def until_claimable(self, waiting: Callable[[str], None]) -> Claimable:
-        """Returns, with the reason for the log, when every shard may be claimed; `waiting` hears of each reason not to.
+        """Wait until every shard may be claimed. Calls `waiting` with each reason why they may not.
 
-        A shard whose manifest is damaged has no say. Raises Corruption when that holds for all of them.
+        A shard whose manifest is damaged is ignored. Raises Corruption if all of them are damaged.
         """
         while True:
             try:
@@ -215,8 +212,10 @@ class Standby:
             await self._sleep(self._look_interval_s)
 
     async def claimable(self, shards: Sequence[int]) -> dict[int, Claimable | Wait]:
-        """Whether each of these shards may be claimed by itself: for a daemon that owns others, and therefore waits for
-        no other candidate to own them all. A shard whose manifest is damaged may be: the claim says so.
+        """Decide whether each of these shards may be claimed alone, by a daemon that owns others.
+
+        Such a daemon waits for no other candidate to own them all. A shard whose manifest is damaged may be claimed:
+        the claim reports the damage.
         """
         return await self._run(lambda: self._claimable(shards))
 
@@ -273,7 +272,7 @@ class Standby:
         return Claimable(reasons[0], frozenset(("", self._daemon_id, *ended)))
 
     def _recorded_owners(self) -> list[RecordedOwner | None]:
-        """The distinct owners by the tips of all shards. Raises Damaged when not one of them can be read."""
+        """Return the distinct owners by the tips of all shards. Raises Damaged if none of them can be read."""
         self._damaged = {}
         for number, found in enumerate(self._parts.map(self._read_tip, range(len(self._shard_logs)))):
             if isinstance(found, object_store.Damaged):
@@ -303,7 +302,10 @@ class Standby:
             watch.observe(seen, now_s=asked_at_s)
 
     def _has_ended(self, recorded: RecordedOwner | None, lock: OwnerLock) -> bool:
-        """A fence is proof, a heartbeat is suspicion; to look for one is a request."""
+        """Return whether the recorded owner's log has an end, which is proof; a heartbeat is only suspicion.
+
+        A log is read only if its daemon's heartbeat suggests an end, since each read is a request.
+        """
         if recorded is None or recorded.owner in ("", self._daemon_id) or lock is OwnerLock.FREE:
             return False
         log_id, watch = recorded.log_id, self._watches.get(recorded.owner)

@@ -1,15 +1,11 @@
 """Takes shards over (L4, L5, L9): fence, claim, read.
 
-    fence the log of the former owner     from here on it writes nothing, and its heads say where each shard ends
-    claim the shard manifest, epoch + 1   from here on it commits nothing, and sections may go into this daemon's log
-    read the sections above a checkpoint  each log once for all shards that were claimed
+    fence the log of the former owner     from then on it writes nothing, and its heads say where each shard ends
+    claim the shard manifest, epoch + 1   from then on it commits nothing, and sections may go into this daemon's log
+    read the sections above a checkpoint  each log once for all claimed shards
 
-Owns: that order, which fence a claim stands on, claims whose outcome is not known yet, and what a shard begins with.
-Does not own: whether to claim (`candidacy`), which shards (`candidate`), the operations (`range_operations`), replay.
-
-The fences of one attempt to take shards over: each log is fenced once, for all shards that it has.
-
-Owns: that, and how long it is tried. Does not own: the steps of fencing (`storage_backends.log_fence`), and which logs.
+Each log is fenced once for all its shards in an attempt (`Fences`). Claims with an unknown outcome are repeated
+unchanged until it is known. `standby` decides whether to claim, `candidate` which shards.
 """
 
 from __future__ import annotations
@@ -38,14 +34,15 @@ from storage_backends.log_fence import Fence
 from storage_backends.log_reading import LogEnd, ShardSections, read_logs
 from storage_backends.slot_log import SlotLogs
 
-# So long is a fence tried before the store counts as unreachable.
+# Time after which a fence is given up and the store counts as unreachable (seconds)
 DEADLINE_S = 30.0
 
 
 class Fences:
-    """Used on one event loop, for one attempt: a fence that stops nobody is not kept for the next.
+    """The fences of one attempt, on one event loop. A fence that stops no daemon is not kept for the next attempt.
 
-    `told`: which slot of a log was certain to its daemon, by the heartbeats that were read; 0: none told.
+    `told` returns the slot of a log that was certain to its daemon, by the heartbeats that were read; 0 if none reports
+    it.
     """
 
     def __init__(
@@ -57,10 +54,10 @@ class Fences:
         self._fences: dict[str, asyncio.Task[Fence]] = {}
 
     async def of(self, log_id: str) -> Fence:
-        """Where the log ends; whoever asks first fences it. One that failed is tried again by whoever asks next.
+        """Return where the log ends; the first caller fences it. A failed fence is repeated by the next caller.
 
-        Raises LogHeld while a process lives that may write to it, Damaged when nobody can know where it ends, or when
-        it is shorter than its daemon has told, and the store's errors.
+        Raises LogHeld while a live process may write to the log. Raises Damaged if its end cannot be known, or if it is
+        shorter than its daemon reported. Raises the store's errors.
         """
         fencing = self._fences.get(log_id)
         if fencing is None or (fencing.done() and (fencing.cancelled() or fencing.exception() is not None)):
@@ -99,7 +96,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The store may take so long to note that a shard is given back; nobody's data depends on it.
+# Time for the store to record that a shard is given back (seconds); no data depends on it
 GIVE_BACK_S = 10.0
 
 Tip: TypeAlias = commit.Tip[ShardManifest]
@@ -115,20 +112,20 @@ class ClaimedShard:
 
 
 class LogMustClose(Corruption):
-    """A shard was claimed anew in the own log and cannot be read: it can be given back when that log has an end."""
+    """A shard claimed again in this daemon's log that cannot be read: it can be given back once that log has an end."""
 
 
 class Takeover:
     """Shards of a root that this daemon takes into its log `living`. Used on one event loop.
 
-    `manifests`: of every shard of the root.
+    `manifests` has those of every shard of the root.
     """
 
     def __init__(self, manifests: Manifests, living: DaemonLog, environment: Environment) -> None:
         self.living = living
         self._manifests = manifests
         self._environment = environment
-        # Claims that may have landed, or may yet.
+        # Claims that may have landed, or still may
         self._under_way: dict[int, ClaimShard] = {}
 
     # ---- claiming
@@ -136,12 +133,11 @@ class Takeover:
     async def claim(
         self, shard: int, looked_at: Tip | None, fences: Fences, gone_owners: frozenset[str]
     ) -> ClaimedShard:
-        """Claims a shard from whoever owned it at the look, by whose outcome it may be claimed. `looked_at`: its tip
-        then. `fences`: of this attempt. `gone_owners`: recorded owners of whom no process is alive; "" stands for
-        nobody. May be repeated after any error.
+        """Claim a shard from its owner at the look, which allowed the claim. May be repeated after any error.
 
-        Raises NotOwner when another claimant was quicker, Corruption when manifest or log are damaged,
-        CommitOutcomeUnknown, and the store's errors.
+        `looked_at` is its tip at the look. `fences` are those of this attempt. `gone_owners` are recorded owners that
+        have no live process; "" stands for a shard without an owner. Raises NotOwner if another claimant was quicker,
+        Corruption if manifest or log are damaged, CommitOutcomeUnknown, and the store's errors.
         """
         try:
             tip = await self._run(lambda: self._manifests[shard].read_tip(looked_at))
@@ -152,7 +148,7 @@ class Takeover:
                 and tip.manifest.epoch >= claim.epoch
                 and not claim.landed(tip.manifest)
             ):
-                # Another one has come first: it never lands.
+                # Another claim was first, so this one never lands.
                 self._settled(shard)
                 claim = None
             if claim is None:
@@ -163,14 +159,15 @@ class Takeover:
             raise Corruption(f"{error}") from error
 
     def _check_owner(self, looked_at: Tip | None, tip: Tip | None) -> None:
-        """Raises NotOwner when another claimant has come since the look: who has lost a race never fences its winner,
-        and looks again.
+        """Raise NotOwner if another claimant has come since the look.
+
+        The loser of a race never fences its winner; it looks again.
         """
         if tip is not None and _open_log(tip) not in (None, self.living.log_id, _open_log(looked_at)):
             raise range_operations.superseded_by(tip, epoch=_epoch(looked_at) + 1)
 
     async def _begun(self, shard: int, tip: Tip | None, fences: Fences, gone_owners: frozenset[str]) -> ClaimShard:
-        """The claim as it is sent, the same at each try."""
+        """Make the claim, which is the same at each attempt to commit it."""
         manifest = None if tip is None else tip.manifest
         owned = None if manifest is None else manifest.open_range
         former: Fence | OwnLogEnd | None = None
@@ -214,11 +211,11 @@ class Takeover:
         except commit.Refused as refused:
             self._settled(shard)
             if refused.tip is None or refused.tip.manifest.epoch < claim.epoch:
-                # The fence may stop nobody, or another log has come: the next attempt looks again.
+                # The fence may stop no daemon, or another log has come: the next attempt looks again.
                 raise Unavailable(f"shard {shard} cannot be claimed: {refused.reason}") from refused
             raise range_operations.superseded_by(refused.tip, epoch=claim.epoch) from refused
         if landed.manifest.epoch != claim.epoch:
-            # It has landed, and has another claim behind it: that one's claimant has fenced this daemon's log.
+            # It has landed, and a later claim follows it, whose claimant has fenced this daemon's log.
             self._settled(shard)
             raise range_operations.superseded_by(landed, epoch=claim.epoch)
         del self._under_way[shard]
@@ -227,12 +224,12 @@ class Takeover:
         return ClaimedShard(shard, landed)
 
     def _settled(self, shard: int) -> None:
-        """The claim under way has certainly not landed, or has been overtaken."""
+        """Forget a claim in flight that has certainly not landed, or has been overtaken."""
         del self._under_way[shard]
         self.living.truncation.claim_failed(shard)
 
     async def give_back(self, won: ClaimedShard) -> None:
-        """The shard is nobody's, as it was: this daemon cannot serve it. What keeps it from that is logged."""
+        """Release a shard that this daemon cannot serve, so that it has no owner. Logs a failure."""
         shard, living = won.shard, self.living
         head = await living.stop(shard)
         own_head = living.head(shard)
@@ -250,15 +247,16 @@ class Takeover:
             living.truncation.left(shard)
 
     def is_kept(self, won: ClaimedShard) -> bool:
-        """Whether the shard cannot be given back while the own log lives: sections of an earlier epoch lie in it."""
+        """Return whether the shard cannot be given back, since its earlier sections lie in this daemon's log."""
         return has_earlier_sections_in(self.living.log_id, won.tip.manifest)
 
     # ---- reading
 
     async def read(self, won: Iterable[ClaimedShard]) -> dict[int, ShardClaim | Exception]:
-        """What each of the shards begins with; each log is read once for all of them. An error costs its shard alone,
-        or the shards that need a log which cannot be read: Corruption when it cannot be served, NotOwner when it was
-        claimed by another meanwhile, else the store's.
+        """Read the initial state of each shard; read each log once for all of them.
+
+        An error affects its shard alone, or the shards that need a log that cannot be read. It is Corruption if the
+        shard cannot be served, NotOwner if another daemon has claimed it meanwhile, else the store's.
         """
         living, won = self.living, [*won]
         heads = {
@@ -302,12 +300,15 @@ class Takeover:
         except object_store.StoreError as error:
             return error
         except Exception as error:
-            # What is stored of it makes no sense together, or there is a bug: the others are served all the same.
+            # Its stored data is inconsistent, or there is a bug. The others are served all the same.
             log.exception("shard %d cannot be restored", won.shard)
             return Corruption(f"it cannot be restored: {error!r}")
 
     def _superseded(self, won: ClaimedShard) -> Exception | None:
-        """A later owner deletes what it has covered, also under the eyes of this claimant: then nothing is damaged."""
+        """Return NotOwner if another daemon has claimed the shard, the store's error if that is unknown, else None.
+
+        A later owner may delete covered sections while this claimant reads them: then nothing is damaged.
+        """
         try:
             tip = range_operations.existing_tip(self._manifests[won.shard], won.shard, won.tip)
             range_operations.check_owner(tip, epoch=won.tip.manifest.epoch)
@@ -322,9 +323,7 @@ class Takeover:
 async def check_readable(
     logs: SlotLogs, manifests: commit.ManifestLog[ShardManifest], shard: int, environment: Environment
 ) -> None:
-    """Reads what a claim of a shard that nobody owns would read, and changes nothing. Raises Corruption, and the
-    store's errors.
-    """
+    """Read what a claim of an unowned shard would read; change nothing. Raises Corruption, and the store's errors."""
 
     def check() -> None:
         try:
@@ -356,7 +355,7 @@ def _shard_claim(won: ClaimedShard, loaded: LoadedCheckpoint, read: Sequence[che
 
 
 def _last_slot(manifest: ShardManifest) -> int:
-    """The last shard slot before the range of its owner. Raises Corruption when nobody owns the shard."""
+    """Return the last shard slot before the range of its owner. Raises Corruption if the shard has no owner."""
     owned = manifest.open_range
     if owned is None:
         raise Corruption(f"shard {manifest.shard}: its manifest {manifest.head.number} names no log of its owner")
@@ -364,7 +363,7 @@ def _last_slot(manifest: ShardManifest) -> int:
 
 
 def _open_log(tip: Tip | None) -> str | None:
-    """The log of the shard's owner; None when nobody owns it."""
+    """Return the log of the shard's owner, or None if it has none."""
     owned = None if tip is None else tip.manifest.open_range
     return None if owned is None else owned.log_id
 

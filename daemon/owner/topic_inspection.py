@@ -1,9 +1,6 @@
-"""What is shown of topics: to people, dashboards and Prometheus.
+"""Makes the pages and counts of topics that people, dashboards and Prometheus see. It stands alone since it only reads.
 
-Owns: the pages and counts of `tarry.v1.Inspect`, taken from what is in memory.
-Does not own: the counts themselves (`daemon.core`), and finding a topic (`requests`).
-
-Everything here may be a little stale, and says as of when. Nothing waits for the store.
+All values come from memory and may be slightly stale; `as_of_ms` says as of when. Nothing waits for the store.
 """
 
 from __future__ import annotations
@@ -38,14 +35,14 @@ from daemon.topic.served_topic import ServedTopic
 from storage_backends.formats import index_ids
 
 PAGE_MAX = 1000
-# Consumers that are looked at before hand-outs and requests have their turn.
+# Consumers that are read before deliveries and requests have their turn
 CONSUMERS_A_TURN = 50
 
 T = TypeVar("T")
 
 
 def page_size_of(page_size: int) -> int:
-    """How many a page has; 0 asks for the most. Raises InvalidArgument."""
+    """Return the size of a page; 0 asks for the largest. Raises InvalidArgument."""
     if not 0 <= page_size <= PAGE_MAX:
         raise InvalidArgument(f"page_size is {page_size}; it must be 0 to {PAGE_MAX}")
     return page_size or PAGE_MAX
@@ -54,7 +51,10 @@ def page_size_of(page_size: int) -> int:
 def page_after(
     items: Iterable[T], place: Callable[[T], str], page_size: int, after: str
 ) -> tuple[Sequence[T], str | None]:
-    """At most `page_size` of the items, by their places, after one of them; the last place, None on the last page."""
+    """Return at most `page_size` items in the order of their places, after the place `after`.
+
+    The second value is the last place of the page, or None on the last page.
+    """
     ordered = sorted(items, key=place)
     first = bisect.bisect_right(ordered, after, key=place) if after else 0
     page = ordered[first : first + page_size]
@@ -86,7 +86,7 @@ def levels(topic: ServedTopic) -> TopicLevels:
 
 
 def pending_by_level(topic: TopicState) -> dict[int, int]:
-    """Rows of each delay level that are not due yet, of levels that have any."""
+    """Return the pending rows of each delay level that has any."""
     return delay_levels.pending_rows(index.levels for index in topic.indexes.values())
 
 
@@ -117,7 +117,7 @@ def stats(topic: ServedTopic, survey: RetentionScan, *, applied_slot: int, merge
 
 
 def oldest_due_ms(core: TopicState) -> int:
-    """The time of the oldest row that is due and in nobody's hand; 0 when there is none."""
+    """Return the time of the oldest row that is due and not in flight; 0 if there is none."""
     return earliest(*[state.oldest_due_ms() for state in core.subscriptions.values()]) or 0
 
 
@@ -149,7 +149,7 @@ def subscription_stats(topic: ServedTopic, state: SubscriptionState) -> Subscrip
 async def consumers_page(
     topic: ServedTopic, state: SubscriptionState, page_size: int, after: int, *, now_ms: int
 ) -> ConsumerPage:
-    """Consumers in the order in which they joined, after the one with a number, 0: from the first on."""
+    """Return consumers in the order in which they joined, after the one numbered `after`; 0 begins with the first."""
     page: list[ConsumerSummary] = []
     next_after: int | None = after
     while next_after is not None and len(page) < page_size:
@@ -166,7 +166,7 @@ async def consumers_page(
 
 
 def subscriptions_page(topic: ServedTopic, page_size: int, after: str, *, now_ms: int) -> SubscriptionPage:
-    """Subscriptions in the order of their names, after one of them."""
+    """Return subscriptions in the order of their names, after the name `after`."""
     states, next_after = page_after(
         topic.core.subscriptions.values(), lambda state: state.stored.name, page_size, after
     )
@@ -178,7 +178,7 @@ def subscriptions_page(topic: ServedTopic, page_size: int, after: str, *, now_ms
 
 
 def buckets_page(topic: ServedTopic, page_size: int, after: str, *, now_ms: int) -> BucketPage:
-    """Sealed buckets in the order of (first ledger, last ledger), after the place `after`."""
+    """Return sealed buckets in the order of (first ledger, last ledger), after the place `after`."""
     core = topic.core
     buckets: list[SealedBucket | QuarantinedBucket] = [
         *core.indexes.sealed.values(),
@@ -222,13 +222,13 @@ def _bucket_summary(core: TopicState, bucket: SealedBucket | QuarantinedBucket) 
 
 
 def name_of(core: TopicState, index_id: int) -> str:
-    """The name of the subscription whose index it is; empty for the shared one, and for one that was deleted."""
+    """Return the subscription of an index; "" for the shared index, and for a deleted subscription."""
     state = core.subscriptions.get(index_ids.subscription_of(index_id))
     return "" if state is None else state.stored.name
 
 
 def numbers(topic: ServedTopic, survey: RetentionScan, now_ms: int) -> TopicNumbers:
-    """The topic at a scrape."""
+    """Return the topic's numbers for a scrape."""
     core, indexes = topic.core, topic.core.indexes
     states = core.subscriptions.values()
     shared = [state.key_shared for state in states if state.key_shared is not None]

@@ -1,5 +1,4 @@
-"""One owned shard: what survives, and in which order.
+"""One owned shard: loading, recovery and checkpoints, and the order in which durable decisions become state.
 
-Owns: applying what is durable, checkpoints, loading topics and recovery, the epoch and its fence.
-Does not own: who owns it (`daemon.owner`), slots (`daemon.group_commit`), and a topic that is served (`daemon.topic`).
+`daemon.owner` decides who owns a shard, `daemon.group_commit` writes its slots, `daemon.topic` serves its topics.
 """

@@ -1,19 +1,11 @@
-"""The checkpoints of one shard, and what they let go of the log.
+"""Writes the checkpoints of one shard, one at a time, and releases the log that they cover.
 
-Owns: when a checkpoint is written, that one is written at a time, and that an idle shard holds up no slot of the log.
-Does not own: what a checkpoint holds (`daemon.topic.bucket_lifecycle`), its object (`checkpoint_store`), deleting slots
-(the log, which hears of each manifest).
+A writing shard is checkpointed after a number of sections or bytes, and when it is its turn because a successor would
+have to read much of the log (`tail_bound`). A silent one is checkpointed twice, when garbage is collected: then two
+checkpoints cover all of its sections. While the log grows, it then commits now and then that it needs less of it.
 
-A shard that writes is checkpointed after so many sections or bytes, and when its turn comes because a successor would
-have to read much of the log (`tail_bound`). One that has fallen silent is checkpointed twice, when garbage is
-collected: then two checkpoints cover all of its sections. While the log grows it says now and then that it needs less.
-
-Checkpoint objects of a shard: written once under a unique name, read at recovery.
-
-Owns: writing the object, and that damage is Corruption.
-Does not own: reading it (`storage_backends.checkpoints`), what is in a checkpoint and when one is taken
-(`checkpoint_parts`, the engine), the commit that makes it count (`range_operations`), the sections kept for the one
-before.
+A checkpoint object is written once under a unique name, and takes effect once a shard manifest names it.
+`daemon.topic.bucket_lifecycle` makes its content, `storage_backends.checkpoints` reads it.
 """
 
 from __future__ import annotations
@@ -46,7 +38,7 @@ from storage_backends.log_reading import LogEnd
 
 
 class CheckpointDamaged(Corruption):
-    """A checkpoint object cannot be read. `key`: its name."""
+    """A checkpoint object that cannot be read. `key` is its name."""
 
     def __init__(self, key: str, detail: str) -> None:
         super().__init__(f"checkpoint {key} is damaged: {detail}")
@@ -56,8 +48,10 @@ class CheckpointDamaged(Corruption):
 def write_checkpoint(
     store: object_store.ObjectStore, checkpoint: checkpoint_format.Checkpoint, *, base: int, unique: str
 ) -> manifest.ObjectReference:
-    """Puts the object; it counts once a shard manifest names it. `base`: the number of the shard manifest that it was
-    started from. `unique`: makes its name its own. May be repeated after an error with another `unique`.
+    """Write the object, which takes effect once a shard manifest names it.
+
+    `base` is the number of the shard manifest that it was started from. `unique` makes its name unique. May be repeated
+    after an error with another `unique`.
     """
     body = checkpoint_format.encode_checkpoint(checkpoint)
     key = names.checkpoint_key(checkpoint.shard, base, unique)
@@ -70,8 +64,10 @@ def write_checkpoint(
 def read_newest(
     store: object_store.ObjectStore, tip: manifest.ShardManifest, *, damaged: Callable[[str], None]
 ) -> LoadedCheckpoint:
-    """Reads the checkpoint that `tip` names, or the one before when it is damaged or missing: then `damaged` hears of
-    its key. Raises CheckpointDamaged when the one before is damaged too, and the store's errors.
+    """Read the checkpoint that `tip` names, or the one before if it is damaged or missing.
+
+    Then calls `damaged` with its key. Raises CheckpointDamaged if the one before is damaged too, and the store's
+    errors.
     """
     try:
         return checkpoints.read_newest(store, tip, damaged=damaged)
@@ -82,23 +78,23 @@ def read_newest(
 
 
 def newest_of(environment: Environment, tip: manifest.ShardManifest) -> LoadedCheckpoint:
-    """Reads the newest checkpoint that can be read, by `read_newest`; metrics of this daemon tell of damage."""
+    """Read the newest readable checkpoint by `read_newest`, and count damage in the metrics."""
     return read_newest(environment.store, tip, damaged=lambda key: environment.metrics.damage_found("checkpoint"))
 
 
 log = logging.getLogger(__name__)
 
-# One attempt to find out whether a checkpoint is committed.
+# Deadline of one attempt to learn whether a checkpoint is committed (seconds)
 DEADLINE_S = 30.0
-# A shard that has written no section for so long is idle.
+# A shard is idle if it has written no section for this long (seconds).
 IDLE_S = 60.0
-# An idle shard says that it needs less when so much of the log is kept for it; or so old a part.
+# An idle shard commits that it needs less of the log if this much (bytes), or so old a part (seconds), is kept for it.
 KEPT_BYTES_MAX = 64 << 20
 KEPT_S_MAX = 3600.0
 
 
 class ShardOfCheckpoints(Protocol):
-    """What checkpoints ask of their shard."""
+    """The port through which checkpoints use their shard."""
 
     @property
     def number(self) -> int: ...
@@ -114,15 +110,18 @@ class ShardOfCheckpoints(Protocol):
 
     @property
     def reloading(self) -> Collection[str]:
-        """Ids of topics that failed, and are not read again yet: no checkpoint can hold them."""
+        """The ids of failed topics that are not read again yet: no checkpoint can hold them."""
         ...
 
     def state(self) -> ShardState:
-        """The shard as of `applied_slot`. Raises TopicFailed when a topic cannot be told: it is let go."""
+        """Return the shard as of `applied_slot`.
+
+        Raises TopicFailed if a topic cannot be cut; that topic is reloaded.
+        """
         ...
 
     def begin_reload(self, topic: str, error: BaseException) -> None:
-        """A topic cannot be relied on any more."""
+        """Fail a topic that is no longer reliable."""
         ...
 
     def lose(self, error: BaseException) -> None:
@@ -132,8 +131,10 @@ class ShardOfCheckpoints(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class ShardState:
-    """What a checkpoint holds of a shard. `cuts`: topics that are not all in their manifests; `carried`: those that are
-    not loaded; `deletions`: None when there is nothing to say.
+    """The content of a checkpoint of a shard.
+
+    `cuts` are topics that are not fully in their manifests. `carried` are those that are not loaded. `deletions` is
+    None if there are none to store.
     """
 
     cuts: Sequence[bucket_lifecycle.TopicCut]
@@ -166,24 +167,24 @@ class Checkpointing:
         self._left_bytes = sum(section.size_bytes for section in claim.sections)
         self._left_sections = len(claim.sections)
         self._written_at_s = environment.clock.elapsed_s()
-        # When, and how long the log was, when the newest manifest said from where on the shard needs it.
+        # Time, and length of the log, when the newest manifest recorded from where on the shard needs it
         self._needs_since_s = environment.clock.elapsed_s()
         self._needs_since_bytes = daemon_log.bytes_written
         self._work: asyncio.Task[None] | None = None
         # One checkpoint at a time.
         self._turn = asyncio.Lock()
 
-    # ---- what happens to the log
+    # ---- changes of the log
 
     def written(self, size_bytes: int) -> None:
-        """A section of the shard is certain."""
+        """Count a section of the shard that is certain."""
         self._bytes_since += size_bytes
         self._sections_since += 1
         self._tail.grown(self._log.work_written)
         self._written_at_s = self._environment.clock.elapsed_s()
 
     def topics_loaded(self) -> None:
-        """Every topic is loaded or damaged: what former owners have left counts for the next checkpoint."""
+        """Count former owners' sections towards the next checkpoint, now that all topics are loaded or damaged."""
         self._bytes_since += self._left_bytes
         self._sections_since += self._left_sections
         if self._left_sections:
@@ -191,8 +192,9 @@ class Checkpointing:
         self.consider()
 
     def consider(self) -> None:
-        """Begins a checkpoint if the shard has written enough and none is under way; of this shard, or of that whose
-        turn it is.
+        """Begin a checkpoint if the shard has written enough and none is in flight.
+
+        Also lets the shard whose turn it is begin one.
         """
         limits = self._environment.config.journal
         if self._bytes_since >= limits.checkpoint_bytes or self._sections_since >= limits.checkpoint_slots:
@@ -200,37 +202,38 @@ class Checkpointing:
         self._tail_bound.consider(self._log.work_written)
 
     def every_second(self) -> None:
-        """Begins a checkpoint of some shard where a successor would have to read much: also when no slot comes."""
+        """Begin a checkpoint of some shard if a successor would have to read much, even if no slot comes."""
         self._tail_bound.consider(self._log.work_written)
 
-    # ---- what others ask for
+    # ---- requests
 
     @property
     def covered_twice(self) -> bool:
-        """Whether two checkpoints cover every section."""
+        """True if two checkpoints cover every section."""
         return self._tip.newest.manifest.previous_slot >= self._shard.applied_slot
 
     async def settled(self) -> None:
-        """Returns when no checkpoint is under way."""
+        """Wait until no checkpoint is in flight."""
         while self._busy and self._work is not None:
             await asyncio.wait([self._work])
 
     async def write_last(self) -> None:
-        """The state as of now, for the next owner, unless the newest checkpoint holds it. Raises the store's errors,
-        CommitOutcomeUnknown and Refused, and TopicFailed where a topic is let go by it: then it may be repeated.
+        """Write the state as of now for the next owner, unless the newest checkpoint holds it.
+
+        Raises the store's errors, CommitOutcomeUnknown and Refused. Raises TopicFailed if it makes a topic reload; then
+        it may be repeated.
         """
         async with self._turn:
             if self._tip.newest.manifest.checkpoint_slot < self._shard.applied_slot:
                 await self._write()
 
     async def tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, ShardSlot]:
-        """What the newest checkpoint and the sections above it hold of a topic, of which nothing is staged any more;
-        and the last slot that is applied.
+        """Return a topic's content of the newest checkpoint and the sections above it, and the last applied slot.
 
-        Raises Corruption when they are damaged, and the store's errors.
+        Nothing may be staged for the topic. Raises Corruption if they are damaged, and the store's errors.
         """
         environment, shard = self._environment, self._shard
-        # No slot of those is deleted meanwhile.
+        # The turn keeps these slots from being deleted meanwhile.
         async with self._turn:
             await shard.slots.settled()
             newest, until, end = self._tip.newest.manifest, shard.applied_slot, self._log.sender.applied
@@ -249,16 +252,15 @@ class Checkpointing:
             return await environment.pools.loads.run(read), until
 
     async def collect(self) -> None:
-        """Checkpoints an idle shard whose sections are not covered twice; one whose are says that it needs less of the
-        log, where much is kept for it.
+        """Checkpoint an idle shard unless its sections are covered twice; if they are, release much retained log.
 
-        Raises the store's errors and CommitOutcomeUnknown. The shard is lost when its epoch is over.
+        Raises the store's errors and CommitOutcomeUnknown. The shard is lost if its epoch is over.
         """
         await self.settled()
         work = self._start(self._collect())
         # No caller may be waiting when it fails.
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
-        # Who waits may be cancelled; a commit that is under way is not given up.
+        # The waiter may be cancelled; a commit in flight continues.
         await asyncio.wait([work])
         if not work.cancelled():
             work.result()
@@ -296,14 +298,14 @@ class Checkpointing:
         try:
             async with self._turn:
                 if self._shard.reloading:
-                    # What a checkpoint has to hold of a topic that failed is being read: the next slots ask again.
+                    # The content of a failed topic is being read; the next slots try again.
                     return
                 await self._write()
         except object_store.Damaged as error:
-            # No checkpoint will ever be written: the shard is refused by name until its manifest is mended.
+            # No checkpoint can be written until the manifest is fixed; until then the shard is refused by name.
             raise Corruption(f"shard manifest {error}") from error
         except (*commit.UNCERTAIN, TopicFailed) as error:
-            # The log is longer for it; the next slots ask again.
+            # The log grows meanwhile; the next slots try again.
             log.warning("shard %d: no checkpoint could be written: %s", self._shard.number, error)
 
     async def _collect(self) -> None:
@@ -313,7 +315,7 @@ class Checkpointing:
                 return
             kept_bytes = self._log.bytes_written - self._needs_since_bytes
             if not self.covered_twice:
-                # Where a topic fails by it, the next pass asks again.
+                # If a topic fails here, the next pass tries again.
                 with contextlib.suppress(TopicFailed):
                     await self._write()
             elif kept_bytes >= KEPT_BYTES_MAX or (kept_bytes > 0 and now_s - self._needs_since_s >= KEPT_S_MAX):
@@ -331,14 +333,14 @@ class Checkpointing:
         self._needs_since_s, self._needs_since_bytes = self._environment.clock.elapsed_s(), written
 
     async def _write(self) -> None:
-        """Writes the state as of now and commits it."""
+        """Write the state as of now and commit it."""
         with self._tail.covering():
             await self._write_now()
 
     async def _write_now(self) -> None:
         environment, shard = self._environment, self._shard
         for topic_id in shard.reloading:
-            # It is not in memory, and not read yet.
+            # The topic is not in memory, and not read yet.
             raise TopicFailed(topic_id)
         size_bytes, count, written = self._bytes_since, self._sections_since, self._log.bytes_written
         slot, at = shard.applied_slot, self._log.sender.applied
@@ -378,7 +380,7 @@ class Checkpointing:
                 environment, self._shard_log, operation, warm=tip, deadline_s=DEADLINE_S
             )
         )
-        # It may be committed, and have a successor's claim behind it.
+        # It may be committed, and followed by a successor's claim.
         range_operations.check_owner(committed, epoch=self._shard.epoch)
         self._tip.saw(committed)
         self._log.manifest_committed(committed.manifest)

@@ -1,20 +1,9 @@
-"""The operations on the manifest of a shard whose sections lie in the logs of daemons.
+"""Defines the operations on the manifest of a shard whose sections lie in the logs of daemons.
 
-Owns: precondition and effect of each (L5, L7, L8), as `commit.Operation`s.
-Does not own: the manifest as a value (`formats.manifest`), committing (`storage_backends.commit`), when any of them
-is due, and what must have been stored before.
+Each operation has its precondition and effect (L5, L7, L8), as a `commit.Operation`. It is frozen before its first
+attempt, and describes its daemon's log at that time.
 
-An operation is frozen before its first try: what it carries says how its daemon's log was at that time.
-
-What an owner is told when its shard has become another's.
-
-Owns: what the tip of its manifest says then; that its log was fenced says `daemon_log`.
-Does not own: what follows; the engine drops the shard's state and answers with the new owner's address.
-
-The newest manifest of a shard, by which its owner learns that the shard has become another's.
-
-Owns: reading it, and what it says of who owns the shard.
-Does not own: when it is looked at (`takeover`, the shard), and what follows.
+`KnownTip` is the newest manifest that an owner knows, `Superseded` the error once the shard has another owner.
 """
 
 from __future__ import annotations
@@ -34,12 +23,13 @@ NOBODY = "nobody ever owned the shard"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimShard:
-    """A new owner, with the next epoch. `log_id`: its log, whose OPEN is certain; `after`: its last certain slot.
+    """The claim of a new owner, with the next epoch.
 
-    `former`: what allows it to follow an owner: a fence of that owner's log or, for a claim from itself, the end of its
-    own; None where nobody owns the shard. `former_is_dead`: no process of that owner is left to hand anything out.
+    `log_id` is its log, whose OPEN is certain; `after` is the last certain slot of that. `former` allows it to follow
+    an owner: a fence of that owner's log or, for a claim from itself, the end of its own log. It is None if the shard
+    has no owner. With `former_is_dead` no process of that owner is left to deliver rows.
 
-    A tip whose open range names the claimant's log in this epoch is this claim, landed, whatever was answered.
+    A tip whose open range names the claimant's log in this epoch is this claim, landed, whatever the store answered.
     """
 
     shard: int
@@ -74,14 +64,14 @@ class ClaimShard:
         ranges, last_slot = before.ranges, before.last_closed_slot
         if before.open_range is not None:
             ranges, last_slot = _closed(before, self.former)
-        # An idle shard, which is not checkpointed again, would name the log of a former owner for ever.
+        # An idle shard, which is not checkpointed again, would name a former owner's log for ever.
         ranges = _above_previous(ranges, before)
         own = LogRange(
             log_id=self.log_id,
             epoch=self.epoch,
             after=self.after,
             through=None,
-            # The checkpoint is above where the log has lost slots that nobody knew of: its numbers are used.
+            # The checkpoint is higher if the log has lost slots unnoticed; its numbers are used.
             first_slot=max(last_slot, before.checkpoint_slot) + 1,
             last_slot=None,
         )
@@ -95,7 +85,7 @@ class ClaimShard:
         )
 
     def _settles(self, before: ShardManifest) -> bool:
-        """Whether no owner before this one hands out anything any more."""
+        """Return whether no earlier owner delivers rows any longer."""
         orderly = self.former is None or isinstance(self.former, OwnLogEnd) or self.former.kind is LogSlotKind.CLOSE
         return before.settled_epoch == before.epoch and (orderly or self.former_is_dead)
 
@@ -104,13 +94,16 @@ class ClaimShard:
 
 
 def _is_proof(tip: ShardManifest, fence: Fence) -> bool:
-    """Whether the fence stands behind every number that can have been emptied when `tip` was committed."""
+    """Return whether the fence is above every slot that may have been deleted when `tip` was committed."""
     lowest = tip.lowest_after(fence.log_id)
     return lowest is not None and lowest < fence.number
 
 
 def _closed(tip: ShardManifest, former: Fence | OwnLogEnd | None) -> tuple[tuple[LogRange, ...], int]:
-    """(the ranges with the open one closed where the log ends, or dropped without a section; the last shard slot)."""
+    """Close the open range where the log ends, or drop it if it has no section.
+
+    Returns the ranges and the last shard slot.
+    """
     owned = tip.open_range
     if owned is None or former is None:
         raise ValueError("there is no open range, or nothing says where its log ends")
@@ -123,10 +116,10 @@ def _closed(tip: ShardManifest, former: Fence | OwnLogEnd | None) -> tuple[tuple
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WriteCheckpoint:
-    """A checkpoint counts from now on, the one before it is kept, and ranges that neither needs go.
+    """The commit of a checkpoint, which keeps the one before it and drops ranges that neither needs.
 
-    The one before that may be deleted after `delete_after_ms` (Unix time). `settles`: the owners before this one hand
-    out nothing any more.
+    The one before that may be deleted after `delete_after_ms` (Unix time). With `settles` earlier owners deliver
+    nothing any longer.
     """
 
     cut: CheckpointCut
@@ -153,12 +146,15 @@ class WriteCheckpoint:
 
 
 def _above_previous(ranges: tuple[LogRange, ...], manifest: ShardManifest) -> tuple[LogRange, ...]:
-    """Those with a section above the manifest's previous checkpoint, and the open one."""
+    """Return the ranges with a section above the manifest's previous checkpoint, and the open one."""
     return tuple(each for each in ranges if each.last_slot is None or each.last_slot > manifest.previous_slot)
 
 
 def _still_needed(manifest: ShardManifest) -> tuple[LogRange, ...]:
-    """The ranges with a section above the previous checkpoint; the open one from where that was cut, if in its log."""
+    """Return the ranges with a section above the previous checkpoint.
+
+    The open range begins where that checkpoint was cut, if it is in the same log.
+    """
     previous = manifest.previous_checkpoint
     kept = _above_previous(manifest.ranges, manifest)
     owned = manifest.open_range
@@ -169,7 +165,7 @@ def _still_needed(manifest: ShardManifest) -> tuple[LogRange, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settle:
-    """The owners before this one have gone without a confirmation for so long that they hand out nothing any more."""
+    """The record that earlier owners deliver nothing any longer, since they were unconfirmed for long enough."""
 
     epoch: int
 
@@ -185,8 +181,9 @@ class Settle:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NeedLess:
-    """An idle shard, both of whose checkpoints are at its last shard slot, needs no slot of its owner's log up to
-    `after`, which is certain. `last_slot`: its last shard slot, in the owner's memory.
+    """The record that an idle shard needs no slot of its owner's log up to `after`, which is certain.
+
+    Both of its checkpoints are at its last shard slot, `last_slot` in the owner's memory.
     """
 
     epoch: int
@@ -212,9 +209,9 @@ class NeedLess:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """The owner hands the shard over: two checkpoints at its last shard slot, no ranges, owned by nobody.
+    """The release of a shard by its owner: two checkpoints at its last shard slot, no ranges, no owner.
 
-    Its last section is certain and applied. What neither of the two is may be deleted after `delete_after_ms`.
+    Its last section is certain and applied. Other checkpoints may be deleted after `delete_after_ms`.
     """
 
     epoch: int
@@ -255,9 +252,9 @@ class Release:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GiveBack:
-    """A claimant that has written no section in its epoch gives the shard to nobody; all else is as it was.
+    """The release of a shard by a claimant that has written no section in its epoch; all else stays as it was.
 
-    `own_head`: how far its own log goes for the shard, by its heads; None when it never had a section of it.
+    `own_head` is how far its own log goes for the shard, by its heads; None if that never had a section of it.
     """
 
     epoch: int
@@ -269,7 +266,7 @@ class GiveBack:
             return f"shard slot {self.own_head.last_slot} was written in epoch {self.epoch}: release the shard instead"
         reason = _not_of_epoch(tip, self.epoch) or _not_owned_by(tip, self.log_id)
         if reason is None and has_earlier_sections_in(self.log_id, _existing(tip)):
-            # Nobody would hold the bound of a log that lives on.
+            # No shard would keep the bound of a log that continues.
             return f"sections of an earlier epoch lie in log {self.log_id}, too: close the log instead"
         return reason
 
@@ -281,11 +278,11 @@ class GiveBack:
         return tip.epoch == self.epoch and not tip.owner
 
 
-# ---- what several of them look at
+# ---- shared by several operations
 
 
 def has_earlier_sections_in(log_id: str, manifest: ShardManifest) -> bool:
-    """Whether the shard, which is owned, has sections of an earlier epoch in the log: it was claimed anew in it."""
+    """Return whether the owned shard has sections of an earlier epoch in the log, in which it was claimed again."""
     return any(each.log_id == log_id for each in manifest.ranges[:-1])
 
 
@@ -315,7 +312,7 @@ def _was_begun_below_the_floor(tip: ShardManifest | None, cut: CheckpointCut) ->
 
 
 def _left(tip: ShardManifest, kept: set[CheckpointCut | None], delete_after_ms: int) -> list[Tombstone]:
-    """Tombstones of the tip's checkpoints that are not kept."""
+    """Return tombstones of the tip's checkpoints that are not kept."""
     return [
         Tombstone(object=each.object, removed_in=tip.head.number + 1, delete_after_ms=delete_after_ms)
         for each in (tip.checkpoint, tip.previous_checkpoint)
@@ -324,7 +321,7 @@ def _left(tip: ShardManifest, kept: set[CheckpointCut | None], delete_after_ms: 
 
 
 def _names(tip: ShardManifest, cut: CheckpointCut) -> bool:
-    """Whether the checkpoint is, or was, one of the shard's: it is brought in by one operation alone."""
+    """Return whether the checkpoint is, or was, one of the shard's; only one operation adds it."""
     cuts = [each.object.name for each in (tip.checkpoint, tip.previous_checkpoint) if each is not None]
     return cut.object.name in cuts or any(each.object.name == cut.object.name for each in tip.tombstones)
 
@@ -336,10 +333,10 @@ def _existing(tip: ShardManifest | None) -> ShardManifest:
 
 
 class Superseded(NotOwner):
-    """The shard manifest carries another epoch than the one this daemon claimed.
+    """The error if the shard manifest carries another epoch than the one that this daemon claimed.
 
-    `shard`; `epoch`: ours; `owner_epoch`, `owner` (a daemon id) and `owner_address` (host:port): the tip's. The
-    owner is empty when the shard was given up.
+    `epoch` is that of this daemon. `owner_epoch`, `owner` (a daemon id) and `owner_address` (host:port) are the tip's.
+    The owner is empty if the shard was given up.
     """
 
     def __init__(self, *, shard: int, epoch: int, owner_epoch: int, owner: str, owner_address: str) -> None:
@@ -355,13 +352,13 @@ class Superseded(NotOwner):
 
 
 class ShardLog(Protocol):
-    """What is read of the shard manifest's log."""
+    """The port for reading the shard's manifests."""
 
     def read_tip(self, warm: commit.Tip[ShardManifest] | None = None) -> commit.Tip[ShardManifest] | None: ...
 
 
 def existing_tip(shard_log: ShardLog, shard: int, warm: commit.Tip[ShardManifest] | None) -> commit.Tip[ShardManifest]:
-    """The tip of a shard that was claimed before. Raises Corruption when there is none, and the store's errors."""
+    """Return the tip of a shard that was claimed before. Raises Corruption if there is none, and the store's errors."""
     tip = shard_log.read_tip(warm)
     if tip is None:
         raise Corruption(f"shard {shard}: its manifests have vanished")
@@ -369,13 +366,13 @@ def existing_tip(shard_log: ShardLog, shard: int, warm: commit.Tip[ShardManifest
 
 
 def check_owner(tip: commit.Tip[ShardManifest], *, epoch: int) -> None:
-    """Raises Superseded unless the tip of the shard manifest carries `epoch`."""
+    """Raise Superseded unless the tip of the shard manifest carries `epoch`."""
     if tip.manifest.epoch != epoch:
         raise superseded_by(tip, epoch=epoch)
 
 
 def superseded_by(tip: commit.Tip[ShardManifest], *, epoch: int) -> Superseded:
-    """What the owner, or would-be owner, of `epoch` is told when the shard belongs to whom `tip` names."""
+    """Return the error for the owner, or would-be owner, of `epoch` if the tip names another."""
     manifest = tip.manifest
     return Superseded(
         shard=manifest.shard,
@@ -387,18 +384,17 @@ def superseded_by(tip: commit.Tip[ShardManifest], *, epoch: int) -> Superseded:
 
 
 class KnownTip:
-    """The newest manifest of its own epoch that an owner knows: a warm start for the next commit, or the next look.
-    Used on one event loop.
+    """The newest manifest of its own epoch that an owner knows: a warm start for the next commit or read.
 
-    Whoever has committed or read a manifest in this process says so by `saw`: nothing else may tell of it. `newest`
-    begins with what the claim ended with.
+    Used on one event loop. Code that has committed or read a manifest in this process reports it by `saw`; nothing else
+    does. `newest` begins with the result of the claim.
     """
 
     def __init__(self, newest: commit.Tip[ShardManifest]) -> None:
         self.newest = newest
 
     def saw(self, tip: commit.Tip[ShardManifest]) -> None:
-        """Takes it where it is newer, or was read later. One of another epoch is not the owner's to go on from."""
+        """Take a manifest that is newer, or was read later. One of another epoch does not count."""
         known = self.newest
         if tip.manifest.epoch == known.manifest.epoch and (tip.number, tip.read_at) > (known.number, known.read_at):
             self.newest = tip

@@ -1,26 +1,17 @@
-"""Recovery of one topic: from its manifest, its part of the shard checkpoint and the sections above it.
+"""Recovers one topic from its manifest, its part of the shard checkpoint and the sections above it.
 
-Owns: the topic in memory that results, and what a checkpoint carries over of a topic that is not in memory.
-Does not own: which of them counts for what (`storage_backends.checkpoints`), taking the shard over (`takeover`),
-claiming the topic's manifest (the caller, before this reads it), and serving.
+A bucket whose seal was cut before the part's slot, and that is not in the manifest by then, is in the part with its
+rows. If `applied` has reached the cut's slot, its rows come from the bucket and only its bits are used. Else they are
+rows of the mutable bucket. Stored progress of a bucket that was merged since applies to the merged one. Redeliveries in
+progress name positions, whatever bucket their rows are in. Rows in the indexes of a deleted subscription are owed to no
+subscription: they are left out.
 
-A bucket whose seal was cut before the part's slot and is not in the manifest by then is in the part with its rows: if
-`applied` has reached the cut's slot, its rows come from the bucket and only its bits count, else they are rows of the
-mutable bucket. What is stored of a bucket that was merged since counts for the merged one. What progress says of
-redeliveries is of positions, whatever bucket their rows are in. Rows of the indexes of a subscription that is no more
-are owed to nobody: they are left out.
+`merged_runs` merges the decisions of many slots, so that replay applies few large ones: an ordinary service has a slot
+a row. Only adds and acknowledgements are merged, in runs that nothing else interrupts. Within a run the adds come
+first: those of different positions commute, and an acknowledgement of a position never overtakes its add. A position
+that is added again after its acknowledgement ends the run before that add.
 
-Merges the decisions of many slots, so that replay applies few large ones: an ordinary service has a slot a row.
-
-Owns: which decisions of neighbouring slots may be applied as one, and in which order then.
-Does not own: what a decision does when it is applied (`daemon.core.decisions.topic_state`), and merging within a slot
-(`SlotBuilder` of `storage_backends.formats.slot_format`).
-
-Only adds and acknowledgements are merged, in runs that nothing else interrupts. Within a run the adds come first: those
-of different positions commute, and an acknowledgement of a position never overtakes its add. A position that is added
-again after its acknowledgement ends the run before that add.
-
-What the taking over of a shard comes to: the state that its owner begins with.
+`ShardClaim` is the result of taking a shard over. `storage_backends.checkpoints` decides which stored part applies.
 """
 
 from __future__ import annotations
@@ -66,16 +57,16 @@ from storage_backends.formats.manifest import BucketProgress, ShardManifest
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.slot_format import AcknowledgeRecord, AddRecord, Record
 
-# Records that are looked at together. More would hardly be faster, and are in memory twice.
+# Records that are merged together. More would hardly be faster, and are in memory twice.
 RUN_RECORDS_MAX = 5_000
 
 Decided: TypeAlias = tuple[int, Record]
 
 
 def merged_runs(decided: Iterable[Decided], *, created_slots: Iterable[int]) -> Iterator[Decided]:
-    """The decisions of one topic, slot by slot, as fewer ones that lead to the same state; each with its last slot.
+    """Merge the decisions of one topic into fewer ones that lead to the same state, each with its last slot.
 
-    `created_slots`: of its subscriptions; a decision is about those alone that were created in a slot below its own.
+    `created_slots` are those of its subscriptions; a decision applies only to those created in a slot below its own.
     """
     borders = sorted(created_slots)
 
@@ -106,7 +97,10 @@ def _as_few(run: Sequence[Decided]) -> Iterator[Decided]:
 
 
 def _first_added_again(run: Sequence[Decided]) -> int:
-    """The place of the first add of a position that an earlier record of the run acknowledges; else their number."""
+    """Return the place of the first add of a position that an earlier record of the run acknowledges.
+
+    Returns the number of records if there is none.
+    """
     records = [record for _, record in run]
     rows = [record.rows for record in records if isinstance(record, AddRecord | AcknowledgeRecord)]
     place = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
@@ -121,7 +115,7 @@ def _first_added_again(run: Sequence[Decided]) -> int:
 
 
 def _by_position(rows: Sequence[Rows]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The order by position of all rows, and where each position begins in it."""
+    """Return the order of all rows by position, and where each position begins in it."""
     ledger_id = np.concatenate([each.ledger_id for each in rows])
     entry_id = np.concatenate([each.entry_id for each in rows])
     order = np.lexsort((entry_id, ledger_id))
@@ -135,7 +129,7 @@ def deletion_records(
     loaded: checkpoint_format.Checkpoint | None,
     slots: Iterable[tuple[log_slot_format.ShardSlot, Sequence[slot_format.DeletionRecord]]],
 ) -> list[slot_format.DeletionRecord]:
-    """What was decided on the shard's deletions above the checkpoint, in order."""
+    """Return the decisions on the shard's deletions above the checkpoint, in order."""
     covered = log_slot_format.BEFORE_THE_FIRST if loaded is None else loaded.slot
     return [record for slot, records in slots if slot > covered for record in records]
 
@@ -144,7 +138,7 @@ def deletions_of(
     loaded: checkpoint_format.Checkpoint | None,
     slots: Iterable[tuple[log_slot_format.ShardSlot, Sequence[slot_format.DeletionRecord]]],
 ) -> LedgerDeletions:
-    """The deletions of the shard as of now. O(n): for a thread."""
+    """Return the deletions of the shard as of now. O(n): for a thread."""
     restored = LedgerDeletions.restored(None if loaded is None else loaded.deletions)
     for record in deletion_records(loaded, slots):
         restored.apply(record)
@@ -152,7 +146,7 @@ def deletions_of(
 
 
 def carried_part(topic_id: str, tail: TopicTail) -> checkpoint_format.TopicPart:
-    """What a checkpoint says of a topic that is not in memory; its slot is not below any of the tail's."""
+    """Make the checkpoint part of a topic that is not in memory; its slot is not below any of the tail's."""
     part = tail.part
     if part is None:
         # Its name and incarnation are in its manifest, which was not read.
@@ -164,8 +158,9 @@ def carried_part(topic_id: str, tail: TopicTail) -> checkpoint_format.TopicPart:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class OpenedBucket:
-    """What was read of a live bucket. `head`: its table and entry 0, None when they are damaged or missing: then
-    `damage` says how.
+    """The result of reading a live bucket.
+
+    `head` is its table and entry 0, or None if they are damaged or missing; then `damage` describes that.
     """
 
     head: tuple[bucket_format.BucketTable, bucket_format.BucketMetadata] | None
@@ -174,7 +169,7 @@ class OpenedBucket:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class TopicObjects:
-    """What was read for a topic: its live buckets, by name, its progress, and the properties of its subscriptions."""
+    """The objects of a topic: its live buckets by name, its progress, and the properties of its subscriptions."""
 
     buckets: Mapping[str, OpenedBucket]
     progress: manifest.Progress
@@ -182,8 +177,9 @@ class TopicObjects:
 
 
 class TopicReads:
-    """Reads what manifests of one topic name, side by side; nothing is read twice. For one thread, which must not be
-    one of `executor`.
+    """A reader that reads the objects of one topic's manifests in parallel, each once.
+
+    Used in one thread, which must not be one of `executor`.
     """
 
     def __init__(self, store: object_store.ObjectStore, executor: concurrent.futures.Executor) -> None:
@@ -194,7 +190,10 @@ class TopicReads:
         self._properties: dict[str, concurrent.futures.Future[PropertiesById]] = {}
 
     def begin(self, tip: manifest.TopicManifest, part: checkpoint_format.TopicPart | None) -> None:
-        """Begins to read what the manifest names, as far as `part`, what counts of a checkpoint, does not hold it."""
+        """Begin to read the objects that the manifest names.
+
+        `part` is the checkpoint part that applies, or None; progress is not read if there is one.
+        """
         for live in tip.live:
             if live.object.name not in self._buckets:
                 self._buckets[live.object.name] = self._executor.submit(_opened, self._store, live)
@@ -205,7 +204,10 @@ class TopicReads:
             self._properties[named.name] = self._executor.submit(stored_topic.read_properties, self._store, named)
 
     def objects(self, tip: manifest.TopicManifest, part: checkpoint_format.TopicPart | None) -> TopicObjects:
-        """What the manifest names. Raises Corruption when progress or properties are damaged; the store's errors."""
+        """Return the objects that the manifest names.
+
+        Raises Corruption if progress or properties are damaged, and the store's errors.
+        """
         self.begin(tip, part)
         buckets = {live.object.name: self._buckets[live.object.name].result() for live in tip.live}
         named = tip.properties_object
@@ -235,8 +237,9 @@ def restore(
     *,
     elapsed_ms: int,
 ) -> None:
-    """Puts the state as of max(`applied`, p) into a new topic. `tip`: with every damaged bucket quarantined. Raises
-    Corruption.
+    """Put the state as of the later of `applied` and the part's slot into a new topic. Raises Corruption.
+
+    In `tip` every damaged bucket is quarantined.
     """
     by_bucket = {each.bucket: each for each in objects.progress.buckets}
     for live in tip.live:
@@ -265,7 +268,7 @@ def restore(
 
 
 def _index(topic: TopicState, index_id: int) -> Index | None:
-    """None: the subscription whose index it was is no more."""
+    """Return an index of the topic, or None if its subscription was deleted."""
     if index_id != index_ids.SHARED and index_ids.subscription_of(index_id) not in topic.subscriptions:
         return None
     return topic.indexes.of(index_id)
@@ -284,7 +287,7 @@ def _sealed_bucket(
     restored = SealedBucket(live, table.segments, present=rows - gone, gone=GoneSet(gone), pages=pages)
     if bits is not None:
         restored.acknowledged = stored_topic.acknowledged_from_stored(pages, bits.acknowledged)
-    # Of some pages everything may be gone.
+    # Some pages may have no row left.
     pages.forget_unheld(named)
     return restored
 
@@ -311,7 +314,7 @@ def _quarantined_bucket(
 
 
 def _restore_rows(topic: TopicState, index_id: int, rows: Rows, bits: BucketProgress | None, elapsed_ms: int) -> None:
-    """They are rows of the mutable bucket of an index, but for those that are gone."""
+    """Put rows into the mutable bucket of an index, except those that are gone."""
     index = _index(topic, index_id)
     if index is None:
         return
@@ -329,8 +332,9 @@ def _restore_rows(topic: TopicState, index_id: int, rows: Rows, bits: BucketProg
 
 
 def first_due_ms(tip: manifest.TopicManifest, tail: TopicTail) -> int | None:
-    """No row of the topic is due before, Unix time in ms, and nothing comes back before; None: it has no row at all.
-    0 where only decoding what is stored would tell.
+    """Return a lower bound on the due times and redeliveries of the topic (Unix time, ms), or None if it has no row.
+
+    Returns 0 if only decoding the stored data would show it.
     """
     part = counting_part(tip, tail)
     known = tip.progress if part is None else part.progress
@@ -345,16 +349,16 @@ def first_due_ms(tip: manifest.TopicManifest, tail: TopicTail) -> int | None:
 
 
 def replay(topic: TopicState, tip: manifest.TopicManifest, tail: TopicTail, *, elapsed_ms: int) -> int:
-    """Applies the decisions above the state that `restore` has put in, in order; how many rows they name.
+    """Apply the decisions above the restored state in order; return how many rows they name.
 
-    Raises Corruption when one of them cannot be decoded.
+    Raises Corruption if one of them cannot be decoded.
     """
     rows = 0
     decided: Iterable[Decided] = ((slot.slot, record) for slot in tail.slots_above(tip) for record in _decoded(slot))
     if not any(index.quarantined for index in topic.indexes.values()):
         created_slots = (each.stored.created_slot for each in topic.subscriptions.values())
         decided = merged_runs(decided, created_slots=created_slots)
-    # Else what a damaged bucket has is told by the slot of each add.
+    # Otherwise the slot of each add shows the content of a damaged bucket.
     for number, decision in decided:
         topic.apply(decision, number, elapsed_ms=elapsed_ms)
         rows += decision.row_count
@@ -372,9 +376,9 @@ def _decoded(slot: CarriedSlot) -> list[slot_format.Record]:
 class ShardClaim:
     """A shard that was taken over.
 
-    `tip`: the shard manifest that the claim has committed. `last_slot`: the last number that was given before; the
-    first section of this owner is the one behind it. `checkpoint`: the state to begin with; `sections` continue it.
-    `deletions`: what both say of deletions of ledgers.
+    `tip` is the shard manifest that the claim has committed. `last_slot` is the last number that was given before; the
+    first section of this owner has the next one. `checkpoint` is the state to begin with; `sections` continue it.
+    `deletions` are the ledger deletions of both.
     """
 
     shard: int
@@ -387,5 +391,5 @@ class ShardClaim:
 
     @property
     def settled(self) -> bool:
-        """Whether no former owner hands out anything any more."""
+        """True if no former owner delivers rows any longer."""
         return self.tip.manifest.settled_epoch == self.epoch

@@ -1,10 +1,7 @@
-"""One shard that this daemon owns: its topics, and what it has in the log.
+"""Serves one shard that this daemon owns: finds and creates its topics, and applies durable sections to them.
 
-Owns: finding a topic, the birth of topics, applying sections to them, and saying whose the shard is when it is lost.
-Does not own: taking the shard over (`candidate`), loading topics (`topic_loading`), what is staged (`shard_staging`),
-the log (`daemon_log`), checkpoints (`checkpointing`), garbage (`garbage_collection`), deletions of ledgers
-(`shard_deletions`), a topic's requests (`served_topic`), its buckets (`bucket_life`) and its subscriptions' coming and
-going (`topic_changes`), and changes of a topic as a whole (`topic_changes`).
+When the shard is lost, this module finds its new owner. `topic_loading` loads topics, `topic_changes` changes them as a
+whole, `daemon.topic` serves them.
 """
 
 from __future__ import annotations
@@ -46,22 +43,22 @@ from storage_backends.object_store import StoreError
 
 log = logging.getLogger(__name__)
 
-# Without a confirmation of the epoch for so long nothing is handed out (R8): a successor may be serving.
+# Nothing is delivered this long after the last confirmation of the epoch (seconds; R8): a successor may be serving.
 HAND_OUT_UNCONFIRMED_S = 15.0
-# One attempt to note that no former owner is left.
+# Deadline of one attempt to record that no former owner is left (seconds)
 SETTLE_S = 10.0
-# So long the store is asked who owns a shard that was lost, before that is answered without the owner's name.
+# Time for which the store is asked for the new owner of a lost shard (seconds); after that callers get no owner's name
 SUCCESSOR_LOOK_S = 2.0
-# Topics that are looked after in one go.
+# Topics handled in one step
 TOPICS_A_STEP = 200
 
 
 class ServedShard:
-    """An owned shard. `lost` is called once with the error that ended it. `close` ends everything in it.
+    """An owned shard. Calls `lost` once with the error that ended it. `close` ends everything in it.
 
-    Until the claim is settled this owner is not alone: a former one that was paused may wake and hand out what it had,
-    until it has gone for 15 s without a confirmation. Meanwhile no acknowledgement and nothing that drops rows is
-    answered, no cancellation or reschedule is decided, and nothing is handed out by key.
+    Until the claim is settled this owner is not alone. A former owner that was paused may wake and deliver rows from
+    its memory, until it has gone for 15 s without a confirmation. Meanwhile acknowledgements and requests that drop
+    rows are not answered, cancellations and reschedules are not decided, and no row is delivered by key.
     """
 
     def __init__(
@@ -100,7 +97,7 @@ class ServedShard:
         self._releasing = False
         self._losing: asyncio.Task[BaseException] | None = None
         self._births: dict[str, asyncio.Task[ServedTopic]] = {}
-        # Of topics that failed, by id, what reads what they are loaded from again: no checkpoint is written meanwhile.
+        # Failed topic id -> reload task; no checkpoint is written meanwhile
         self.reloading: dict[str, asyncio.Task[None]] = {}
         self._loaded_once = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -135,7 +132,7 @@ class ServedShard:
     # ---- start and end
 
     def serve(self) -> None:
-        """Starts loading the topics, and notes when no former owner is left."""
+        """Start loading the topics, and record when no former owner is left."""
         for work in (self._settle(), self._note_loaded()):
             task = asyncio.ensure_future(work)
             task.add_done_callback(self._task_done)
@@ -143,7 +140,7 @@ class ServedShard:
         self.loading.start()
 
     async def loaded(self) -> None:
-        """Returns when every topic has been loaded, or is refused; or the shard is served no longer."""
+        """Wait until every topic has been loaded or refused, or the shard is no longer served."""
         await self._loaded_once.wait()
 
     async def _note_loaded(self) -> None:
@@ -156,12 +153,12 @@ class ServedShard:
             self.lose(error)
 
     def lose(self, error: BaseException) -> None:
-        """The shard is not ours any more, or cannot be served."""
+        """Give up a shard that is no longer owned, or cannot be served."""
         if self._losing is None:
             self._losing = asyncio.ensure_future(self._lose(error))
 
     async def superseded(self, refused: commit.Refused) -> NotOwner:
-        """An operation of ours was refused: the shard is lost. What to answer the caller."""
+        """Lose the shard, since one of its operations was refused; return the error for the caller."""
         self.lose(refused)
         error = refused if self._losing is None else await asyncio.shield(self._losing)
         return error if isinstance(error, NotOwner) else NotOwner(f"shard {self.number} has another owner: {error}")
@@ -173,7 +170,7 @@ class ServedShard:
         return error
 
     async def _successor(self) -> NotOwner | None:
-        """Whose the shard is now, as far as the store tells at once."""
+        """Return the shard's new owner, if the store answers at once."""
         look = self._environment.pools.journal.run(
             lambda: range_operations.existing_tip(self._shard_log, self.number, self.tip.newest)
         )
@@ -185,7 +182,7 @@ class ServedShard:
         return None if tip.manifest.epoch == self.epoch else range_operations.superseded_by(tip, epoch=self.epoch)
 
     def begin_drain(self) -> None:
-        """Nothing is handed out or loaded any more."""
+        """Stop delivering and loading."""
         self._releasing = True
         self.loading.close()
         self.deletions.begin_drain()
@@ -193,9 +190,10 @@ class ServedShard:
             topic.buckets.merging.close()
 
     async def drain(self) -> None:
-        """Orderly end: what is staged becomes durable and is answered, streams and attempts to delete end, and the
-        state goes into a checkpoint. The shard is nobody's when the log is closed. May be repeated after an error of
-        the store.
+        """End cleanly: staged decisions become durable and are answered, streams and attempts to delete ledgers end.
+
+        The state goes into a checkpoint. The shard has no owner once the log is closed. May be repeated after an error
+        of the store.
         """
         self.begin_drain()
         await self.slots.flush()
@@ -205,11 +203,13 @@ class ServedShard:
         await self._keep()
 
     async def _keep(self) -> None:
-        """Everything that is in memory is in buckets and a checkpoint when this returns. What is in mutable buckets
-        goes into the checkpoint: to seal it would be some requests for each topic, of which there may be thousands.
+        """Write everything that is in memory into buckets and a checkpoint.
+
+        Rows of mutable buckets go into the checkpoint: to seal them would take some requests for each of possibly
+        thousands of topics.
         """
         await self.slots.flush()
-        # What is under way ends; of seals that wait for their turn none begins.
+        # Work in flight ends; no waiting seal begins.
         await asyncio.gather(*(topic.buckets.halt() for topic in self.topics.values()))
         await self.checkpoints.settled()
         while self.reloading:
@@ -219,12 +219,12 @@ class ServedShard:
         self._check_not_lost()
 
     def _check_not_lost(self) -> None:
-        """What is in memory of a shard that was lost is not to be relied on any more."""
+        """Raise Unavailable if the shard was lost, since its memory is no longer reliable."""
         if self._losing is not None:
             raise Unavailable(f"shard {self.number} was lost")
 
     def close(self, error: Exception) -> None:
-        """Drops all state; whoever waits gets the error."""
+        """Drop all state; waiting callers get the error."""
         self.loading.close()
         if not self._alone.done():
             self._alone.set_exception(error)
@@ -237,7 +237,7 @@ class ServedShard:
         for task in (*self._tasks, *self._births.values(), *self.reloading.values()):
             task.cancel()
 
-    # ---- what topics ask of their shard
+    # ---- used by topics
 
     @property
     def may_hand_out(self) -> bool:
@@ -254,11 +254,11 @@ class ServedShard:
         return 0.0 if self._alone.done() else max(0.0, self._alone_from_s - self._environment.clock.elapsed_s())
 
     async def alone(self) -> None:
-        """Returns when no former owner acts any more. Raises what ended the shard before."""
+        """Wait until no former owner is active any longer. Raises the error that ended the shard before."""
         await asyncio.shield(self._alone)
 
     async def _settle(self) -> None:
-        """Notes that no former owner is left, so that the next owner need not wait for any of them."""
+        """Record that no former owner is left, so that the next owner need not wait for any of them."""
         if self._alone.done():
             return
         while (wait_s := self.alone_in_s) > 0:
@@ -289,7 +289,7 @@ class ServedShard:
     def _apply(
         self, landed: LandedSection, records: Sequence[Record], deletion_records: Sequence[DeletionRecord]
     ) -> None:
-        """A section is certain: its decisions become state, topic by topic."""
+        """Turn the decisions of a section that is certain into state, topic by topic."""
         slot = landed.slot
         self.checkpoints.written(landed.size_bytes)
         elapsed_ms = self._environment.elapsed_ms()
@@ -300,17 +300,17 @@ class ServedShard:
         decided: dict[str, list[Record]] = {}
         for record in records:
             decided.setdefault(record.topic_id, []).append(record)
-        # Of each topic, whether anything but acknowledgements was applied to it.
+        # Topic -> whether anything but acknowledgements was applied to it
         touched: dict[ServedTopic, bool] = {}
         for topic_id, of_topic in decided.items():
             topic = self._by_id.get(topic_id)
             if topic is None:
-                # It was deleted since the records were staged, and drops them, as replay does; or it has failed, and is
-                # loaded again from this slot too.
+                # The topic was deleted since the records were staged, and drops them, as replay does; or it has failed,
+                # and is loaded again from this slot, too.
                 continue
             try:
                 touched[topic] = topic.core.apply_all(of_topic, slot, elapsed_ms=elapsed_ms)
-            except Exception as error:  # noqa: BLE001 - it is told with the topic
+            except Exception as error:  # noqa: BLE001 - it is reported with the topic
                 topic.failed(error)
         self.deletions.apply(deletion_records)
         self.applied_slot = slot
@@ -325,13 +325,14 @@ class ServedShard:
                 else:
                     topic.buckets.rows_left(slot)
                     topic.rows_left()
-            except Exception as error:  # noqa: BLE001 - it is told with the topic
+            except Exception as error:  # noqa: BLE001 - it is reported with the topic
                 topic.failed(error)
         self.checkpoints.consider()
 
     def every_second(self) -> Iterator[None]:
-        """Do what depends on time alone, for some topics in each step. Other work may run between two steps, and may
-        end the shard: then no other step may follow.
+        """Do the work that depends on time alone, for some topics in each step.
+
+        Other work may run between two steps, and may end the shard: then no other step may follow.
         """
         self.slots.answer_stalled()
         self.checkpoints.every_second()
@@ -346,17 +347,20 @@ class ServedShard:
             yield
 
     def may_load(self, topic_id: str) -> bool:
-        """Whether the topic is not served yet, and may be later."""
+        """Return whether the topic is not served yet but may be later."""
         return topic_id not in self._by_id and self.loading.may_come(topic_id)
 
     def look_for_merges(self, topic_id: str) -> None:
-        """Another process may have merged buckets of the topic, if it is served."""
+        """Check whether another process has merged buckets of the topic, if it is served."""
         topic = self._by_id.get(topic_id)
         if topic is not None:
             topic.buckets.look_for_merges()
 
     def state(self) -> ShardState:
-        """What a checkpoint of now holds. Raises TopicFailed when a topic cannot be told: it is let go."""
+        """Return the content of a checkpoint of now.
+
+        Raises TopicFailed if a topic cannot be cut; that topic is reloaded.
+        """
         return ShardState(self._cuts(), self.loading.carried(), self.deletions.cut())
 
     def _cuts(self) -> list[bucket_lifecycle.TopicCut]:
@@ -386,7 +390,7 @@ class ServedShard:
     def _loaded(self, loaded: LoadedTopic) -> None:
         served = self._serve_topic(loaded.core, loaded.manifests, loaded.tip)
         if loaded.changed:
-            # Of what was replayed nothing is above it.
+            # No replayed decision is above it.
             served.last_changed_slot = self.applied_slot
         with served.contained():
             served.changed()
@@ -411,9 +415,9 @@ class ServedShard:
         return served
 
     async def topic(self, name: str) -> ServedTopic | None:
-        """The topic, loaded if need be; None when there is none.
+        """Return the topic, loaded if necessary, or None if it does not exist.
 
-        Raises Corruption when it is damaged, Unavailable when it cannot be loaded at once.
+        Raises Corruption if it is damaged, Unavailable if it cannot be loaded at once.
         """
         topic = self.topics.get(name)
         if topic is not None:
@@ -426,12 +430,12 @@ class ServedShard:
         return topic
 
     async def settings_of(self, topic: str) -> TopicSettings | None:
-        """What is in force for a topic; None when there is none. Raises as `topic`."""
+        """Return the settings in force for a topic, or None if it does not exist. Raises as `topic`."""
         served = await self.topic(topic)
         return None if served is None else served.settings
 
     async def topic_to_write(self, name: str) -> ServedTopic:
-        """The topic, which is born if there is none: its first manifest is committed before any slot names it."""
+        """Return the topic, created if it does not exist: its first manifest is committed before any slot names it."""
         topic = await self.topic(name)
         if topic is not None:
             return topic
@@ -454,11 +458,11 @@ class ServedShard:
     def _birth_ended(self, name: str, birth: asyncio.Task[ServedTopic]) -> None:
         del self._births[name]
         if not birth.cancelled() and (error := birth.exception()) is not None:
-            # Whoever asked for it may have gone.
+            # The caller may have left.
             log.info("shard %d: topic %s could not be born: %r", self.number, name, error)
 
     def forget_topic(self, name: str, error: Exception) -> None:
-        """The topic was deleted; whoever waits for it gets the error."""
+        """Remove a deleted topic; callers that wait for it get the error."""
         topic = self.topics.pop(name)
         del self._by_id[topic.core.topic_id]
         self.loading.deleted(topic.core.topic_id)
@@ -467,8 +471,9 @@ class ServedShard:
     # ---- topics that fail
 
     def topic_failed(self, topic: ServedTopic, error: BaseException) -> None:
-        """What is in memory of the topic cannot be relied on, or its manifest is damaged: it is let go, and loaded
-        again. When the topic's epoch is over, the shard is another's.
+        """Unload a topic whose memory is not reliable or whose manifest is damaged, and load it again.
+
+        If the topic's epoch is over, the shard has another owner and is lost.
         """
         name, topic_id = topic.core.name, topic.core.topic_id
         if self.topics.get(name) is not topic:
@@ -489,12 +494,12 @@ class ServedShard:
             log.exception("topic %s: what failed does not end in order either", name)
 
     def begin_reload(self, topic: str, error: BaseException) -> None:
-        """A topic cannot be relied on any more."""
+        """Fail a topic that is no longer reliable."""
         if (owned := self.topics.get(topic)) is not None:
             owned.failed(error)
 
     async def _reload(self, topic: ServedTopic) -> None:
-        """What is under way for the topic ends before it is read, so that nothing of it lands behind that."""
+        """Read the topic again once its work in flight has ended, so that none of it lands later."""
         topic_id = topic.core.topic_id
         try:
             await topic.buckets.halt()
@@ -522,14 +527,15 @@ class ServedShard:
         try:
             tip = await commit_until_certain(self._environment, topic_log, create, warm=None)
         except commit.Refused:
-            # The former owner's last act, which landed after this owner had listed the topics, or the successor's.
+            # The former owner's last commit, which landed after this owner had listed the topics, or the successor's
             await self.loading.found(topic_id)
             if name not in self.topics:
                 raise
             return self.topics[name]
-        # A successor that was before this has listed the topics and not seen it: it will, or this owner learns of it.
+        # A successor may have listed the topics before this commit. Then it will find the topic, or this owner learns
+        # of it.
         await self.slots.confirmed()
         if name in self.topics:
-            # It was found by its first manifest before the commit of that had returned.
+            # It was found by its first manifest before the commit returned.
             return self.topics[name]
         return self._serve_topic(self._core_topic(tip.manifest), topic_log, tip)

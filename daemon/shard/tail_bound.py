@@ -1,11 +1,11 @@
 """Bounds how much of the log a successor has to read, by choosing whose checkpoint is next.
 
-The environment alone imports it; it stands apart because all shards of a daemon share its state.
+It stands apart because all shards of a daemon share its state.
 
 A successor reads from the first slot that some shard's checkpoint does not cover. The log is measured by the cost of
 reading it: a unit for each slot, and for each section in it. The shard that needs the earliest slot is next. Shards
-take turns, so that checkpoints are spread over time as slots are. Of shards that are written equally, each is
-checkpointed once while the log grows by `BEGIN_AT` of the bound. Shards that are not written have no turn.
+take turns, so that checkpoints are spread over time as slots are. If all are written equally, each is checkpointed once
+while the log grows by `BEGIN_AT` of the bound. Shards that are not written have no turn.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RETRY_S = 1.0
 class Tail:
     """The part of the log that one shard needs.
 
-    `begin` begins a checkpoint unless one is in flight; it returns whether.
+    `begin` begins a checkpoint unless one is in flight; it returns whether it has.
     """
 
     def __init__(self, bound: TailBound, begin: Callable[[], bool]) -> None:

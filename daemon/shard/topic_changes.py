@@ -1,12 +1,8 @@
-"""What is done to a topic as a whole: trimmed, cleared, sealed, merged, given a policy or delay levels, deleted; and to
-its subscriptions, which come, change and go.
+"""Changes topics as a whole and their subscriptions. It stands alone since it orders changes against requests.
 
-Owns: the order of such a change against the topic's requests, hand-outs, seals and leases.
-Does not own: what leaves and who is owed what (`daemon.core.decisions.topic_state`), the manifest's operations
-(`storage_backends.topic_manifest`) and the limits of a policy (`topic_settings`).
-
-A change closes the topic's gate, so that every slot is either before it or after it; the manifest says at which slot. A
-trim closes it for each of its portions.
+A topic is trimmed, cleared, sealed, merged, given a policy or delay levels, or deleted; its subscriptions are created,
+updated and deleted. A change closes the topic's gate, so that every slot is either before it or after it; the manifest
+records at which slot. A trim closes the gate for each of its portions.
 """
 
 from __future__ import annotations
@@ -48,15 +44,15 @@ from storage_backends.topic_manifest import DeleteTopic, SetDelayLevels, SetPoli
 
 log = logging.getLogger(__name__)
 
-# A seal may wait for those before it, and each writes an object.
+# A seal may wait for earlier ones, and each writes an object (seconds).
 SEAL_ANSWER_S = 60.0
 SUBSCRIPTIONS_RETRY_MS = 60_000
-# A request makes at most 100,000 rows dead letters: none is begun that could be more.
+# A request makes at most 100,000 rows dead letters: no portion begins that could exceed that.
 _ENOUGH_DEAD_LETTERS = 100_000 - departures.DEAD_LETTER_PORTION_ROWS
 
 
 class ShardOfChanges(Protocol):
-    """What changes of topics ask of their shard."""
+    """The port through which changes of topics use their shard."""
 
     @property
     def epoch(self) -> int: ...
@@ -71,19 +67,19 @@ class ShardOfChanges(Protocol):
     def topics(self) -> Mapping[str, ServedTopic]: ...
 
     async def topic_to_write(self, name: str) -> ServedTopic:
-        """The topic, which is born if there is none."""
+        """Return the topic, created if it does not exist."""
         ...
 
     async def alone(self) -> None:
-        """Returns when no former owner acts any more. Raises what ended the shard before."""
+        """Wait until no former owner is active any longer. Raises the error that ended the shard before."""
         ...
 
     async def superseded(self, refused: commit.Refused) -> NotOwner:
-        """A commit was refused: the shard is lost. What to answer the caller."""
+        """Lose the shard, since a commit was refused; return the error for the caller."""
         ...
 
     def forget_topic(self, name: str, error: Exception) -> None:
-        """The topic was deleted; whoever waits for it gets the error."""
+        """Remove a deleted topic; callers that wait for it get the error."""
         ...
 
 
@@ -97,10 +93,10 @@ class TopicChanges:
     async def trim(
         self, topic: ServedTopic, subscription: str | None, ranges: LedgerRanges | None, *, dead_letter: bool = False
     ) -> Trimmed:
-        """Drops rows of the topic or of one subscription, None: all of them. Raises NotFound.
+        """Drop rows of the topic or of one subscription; if `ranges` is None, all of them. Raises NotFound.
 
-        Goes in portions; requests pass between them, and what these add stays. `dead_letter`: what the subscription is
-        owed becomes dead letters, some of it where it is much.
+        Works in portions; requests pass between them, and the rows that these add stay. With `dead_letter` rows that
+        the subscription is owed become dead letters, but only some of them if they are many.
         """
         state = None if subscription is None else topic.subscription(subscription)
         portions = topic.core.trim(ranges, None if state is None else state.subscription_id, dead_letter=dead_letter)
@@ -109,7 +105,7 @@ class TopicChanges:
             while more and not (dead_letter and rows > _ENOUGH_DEAD_LETTERS):
                 dropped = await topic.gate.change(lambda: self._drop(topic, state, portions, dead_letter))
                 rows, more = rows + (dropped or 0), dropped is not None
-        # A former owner may hand out what has left.
+        # A former owner may deliver dropped rows.
         await self._shard.alone()
         if not rows:
             await self._shard.slots.confirmed()
@@ -122,7 +118,7 @@ class TopicChanges:
         portions: Iterator[Departure | None],
         dead_letter: bool,
     ) -> int | None:
-        """Drops the next portion; how many rows, None when there is no more."""
+        """Drop the next portion; return how many rows, or None if there is none left."""
         if state is not None:
             topic.check_there(state)
         with topic.withholding(topic.core.subscriptions if state is None else (state.subscription_id,)):
@@ -135,7 +131,7 @@ class TopicChanges:
                 now_ms = self._environment.clock.now_ms()
                 slots = topic.core.dead_lettering.stage_trimmed(state, departure, now_ms=now_ms)
             for records in slots:
-                # Others of the slot wait for it too: it must not be cancelled with this.
+                # Shielded, since other callers of the slot wait for it, too.
                 await asyncio.shield(self._shard.slots.stage_together(records))
         metrics = self._environment.metrics
         if departure.rows:
@@ -145,7 +141,7 @@ class TopicChanges:
         return departure.rows
 
     async def _next_of(self, portions: Iterator[Departure | None]) -> Departure | None:
-        """The next portion, None when there is no more; others have their turn where it is due."""
+        """Return the next portion, or None if there is none left; let other tasks have their turn."""
         taking_turns = FairShare(self._environment.clock)
         for departure in portions:
             if departure is not None:
@@ -154,7 +150,7 @@ class TopicChanges:
         return None
 
     async def seal(self, topic: ServedTopic) -> Sealed:
-        """Seals the mutable bucket; returns when that is committed."""
+        """Seal the mutable bucket; return when that is committed."""
         await topic.gate.passed()
         topic.check_room()
         sealing = topic.buckets.seal(self._shard.applied_slot)
@@ -169,7 +165,7 @@ class TopicChanges:
             ) from None
 
     async def merge(self, topic: ServedTopic, buckets_max: int) -> Merged:
-        """Merges until no index has more than `buckets_max` buckets, 0: than the policy says, or none may be merged."""
+        """Merge until no index has more than `buckets_max` buckets, or none can be merged; 0 stands for the policy."""
         await topic.gate.passed()
         merging = topic.buckets.merging
         merged = await merging.merge(buckets_max or topic.settings.max_num_buckets)
@@ -178,7 +174,7 @@ class TopicChanges:
         return merged
 
     async def set_policy(self, topic: ServedTopic, policy: TopicPolicy) -> TopicPolicy:
-        """Replaces the policy; what is in force when this returns."""
+        """Replace the policy; return the one in force."""
         await topic.gate.change(lambda: self._set_policy(topic, policy), closed=False)
         return topic.settings.effective
 
@@ -191,9 +187,9 @@ class TopicChanges:
         topic.buckets.after_slot(self._shard.applied_slot)
 
     async def set_delay_levels(self, topic: ServedTopic, table: TopicDelayLevels | None) -> DelayLevels:
-        """Replaces the delay levels, None: by the daemon's; what is in force when this returns. Rows keep their times.
+        """Replace the delay levels, with None by the daemon's; return those in force. Rows keep their times.
 
-        Raises InvalidArgument for a table that is wrong, or goes beyond the topic's limit on delays.
+        Raises InvalidArgument if the table is wrong, or exceeds the topic's limit on delays.
         """
         topic_settings.levels_of(self._environment, table, delay_max_ms=topic.settings.request_limits.delay_max_ms)
         await topic.gate.change(lambda: self._set_delay_levels(topic, table), closed=False)
@@ -204,7 +200,10 @@ class TopicChanges:
         topic.settings = topic_settings.settings_of(self._environment, topic.settings.policy, table)
 
     async def delete(self, topic: ServedTopic) -> TopicDeleted:
-        """Deletes the topic with everything in it; its streams end with NotFound, and who waits may bear it again."""
+        """Delete the topic with everything in it; end its streams with NotFound.
+
+        Waiting callers may create it again.
+        """
         deleted = await topic.gate.change(lambda: self._delete(topic))
         await self._shard.alone()
         return deleted
@@ -213,7 +212,7 @@ class TopicChanges:
         core, shard = topic.core, self._shard
         buckets = topic.buckets
         with topic.withholding(core.subscriptions):
-            # No seal may follow. What is decided without a request from here on names an incarnation that is no more.
+            # No seal may follow. Decisions without a request name an incarnation that no longer exists from here on.
             await buckets.halt()
             try:
                 lost_rows = sum(needed.rows for needed in core.rebuild_needed())
@@ -248,9 +247,9 @@ class TopicChanges:
     async def create_subscription(
         self, name: str, subscription: str, policy: SubscriptionPolicy, properties: NamedValues
     ) -> SubscriptionCreated:
-        """Creates the subscription, and the topic if it is new; repeated it answers with what is there.
+        """Create the subscription, and the topic if it is new; if repeated, return the existing one.
 
-        Raises AlreadyExists when it is there with another policy, or other properties.
+        Raises AlreadyExists if it exists with another policy, or other properties.
         """
         topic = await self._shard.topic_to_write(name)
         created = await topic.gate.change(lambda: self._create_subscription(topic, subscription, policy, properties))
@@ -290,7 +289,7 @@ class TopicChanges:
     async def update_subscription(
         self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy, properties: NamedValues
     ) -> None:
-        """Replaces the policy and the properties; they count when this returns. Raises NotFound."""
+        """Replace the policy and the properties; they are in force when this returns. Raises NotFound."""
         await topic.gate.change(
             lambda: self._update_subscription(topic, subscription, policy, properties), closed=False
         )
@@ -311,12 +310,12 @@ class TopicChanges:
         topic.notify(state)
 
     async def delete_subscription(self, topic: ServedTopic, subscription: str) -> int:
-        """Deletes the subscription; what only it was owed is gone. How many dead letters left with it.
+        """Delete the subscription, with rows that only it was owed; return how many dead letters it had.
 
         Raises NotFound.
         """
         dead_letters = await topic.gate.change(lambda: self._delete_subscription(topic, subscription))
-        # A former owner may hand out to it.
+        # A former owner may deliver to it.
         await self._shard.alone()
         return dead_letters
 
@@ -328,7 +327,7 @@ class TopicChanges:
         with topic.withholding((deleted,)):
             await topic.settle_due()
             for record in topic.core.gone_with_subscription(deleted):
-                # Others of the slot wait for it too: it must not be cancelled with this.
+                # Shielded, since other callers of the slot wait for it, too.
                 await asyncio.shield(self._shard.slots.stage_together((record,)))
             await self._set_subscriptions(
                 topic, lambda before: (each for each in before if each.subscription_id != deleted), properties_object
@@ -345,8 +344,9 @@ class TopicChanges:
     async def _properties_object(
         self, topic: ServedTopic, subscription_id: int, properties: NamedValues
     ) -> ObjectReference | None:
-        """The object with the properties of all subscriptions, these being those of one; None when there are none. It
-        is there: the one that the manifest names, or one that is written now.
+        """Return the object with the properties of all subscriptions, or None if there are none.
+
+        `properties` are those of one subscription. The object exists: the manifest names it, or it is written now.
         """
         before = {state.subscription_id: state.properties for state in topic.core.subscriptions.values()}
         manifests, environment = topic.manifests, self._environment
@@ -371,7 +371,7 @@ class TopicChanges:
         changed: Callable[[tuple[Subscription, ...]], Iterable[Subscription]],
         properties_object: ObjectReference | None,
     ) -> None:
-        """Commits what `changed` makes of the subscriptions. An id that was given stays given."""
+        """Commit the result of `changed` as the subscriptions. Their ids are never used again."""
 
         def operation(tip: TopicManifest) -> SetSubscriptions:
             subscriptions = tuple(changed(tip.subscriptions))

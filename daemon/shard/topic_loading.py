@@ -1,16 +1,15 @@
-"""Loading the topics of one shard that was taken over, while the shard is served already.
+"""Loads the topics of a shard that was taken over while it is served. It stands alone since it has its own queue.
 
-Owns: which topic is loaded next (one that is asked for, then those of which rows are due soon, of these what checkpoint
-and journal name before what a listing shows, then the others by their first due row), how many at once, trying again,
-which topics are damaged, and what is carried over of topics that are not loaded.
-Does not own: what a topic's state is (`daemon.shard.recovery`) and serving it (`shard`).
+Requested topics are loaded first. Then come those with rows due soon, of these the topics that checkpoint and commit
+log name before those that a listing shows. The others follow by their first due row.
 
-A topic is loaded in few requests one after the other: its newest manifest, by the number that the listing showed where
-there is one, then the claim while what the manifest names is read.
+A topic takes few requests one after the other: its newest manifest, by its listed number if there is one, then the
+claim, while the objects that the manifest names are read.
 
-A topic is loaded once, and again when it has failed. Until it is, no slot of this owner names it: what checkpoint and
-journal hold of it stays as it was found, and every checkpoint carries it over. A topic that is damaged, whose loading
-breaks an invariant, or whose objects the store does not give, is tried again later; the others do not wait for it.
+A topic is loaded once, and again when it has failed. Until then no slot of this owner names it: its content of
+checkpoint and commit log stays as it was found, and every checkpoint carries it over. Damaged topics, topics whose
+loading breaks an invariant, and topics that the store does not return are retried later; the others do not wait for
+them.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ from storage_backends.object_store import Damaged
 
 log = logging.getLogger(__name__)
 
-# Topics of one shard that are read at the same time.
+# Topics of one shard that are read in parallel
 TOPICS_AT_ONCE = 8
-# So long a call waits for its topic, and after that time it may come again.
+# Time for which a call waits for its topic (seconds), and after which it may retry (ms)
 LOADING_WAIT_S = 2.0
 LOADING_RETRY_MS = 500
-# Whether a damaged topic was mended is looked at this often; one that the store does not give, sooner.
+# Time until a damaged topic is tried again (seconds); shorter for one that the store does not return
 DAMAGED_LOOK_S = 30.0
 RETRY_S = 1.0
-# A topic of which no row is due sooner waits until the others are loaded.
+# A topic that has no row due sooner waits until the others are loaded (ms).
 SOON_MS = 60_000
 NEVER_MS = 1 << 63
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class LoadedTopic:
-    """A topic as it is now. `changed`: it is not all in the manifest `tip`."""
+    """A topic as it is now. With `changed` the manifest `tip` does not hold all of it."""
 
     core: TopicState
     manifests: commit.ManifestLog[TopicManifest]
@@ -66,7 +65,7 @@ class LoadedTopic:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Later:
-    """A topic of which nothing is due before `due_ms`, Unix time: it is loaded when the others are."""
+    """A topic that has no row due before `due_ms` (Unix time, ms): it is loaded after the others."""
 
     topic_id: str
     tip: commit.Tip[TopicManifest]
@@ -76,10 +75,10 @@ class _Later:
 class TopicLoading:
     """The topics of one shard that are not loaded yet. Used on one event loop.
 
-    `last_slot`: no slot above it names a topic that is not loaded yet. `newest_slot`: the last one that is applied.
-    `tails`: what checkpoint and journal name. `new_topic` makes an empty one for a manifest; called in a thread.
-    `loaded` takes each over, on the loop. `is_served`: whether a topic id is in no need of loading. `lost` hears of the
-    error that ends the shard.
+    No slot above `last_slot` names a topic that is not loaded yet; `newest_slot` returns the last applied one. `tails`
+    is the content of checkpoint and commit log. `new_topic` makes an empty topic for a manifest, in a thread. `loaded`
+    takes each loaded topic over, on the loop. `is_served` returns whether a topic needs no loading. Calls `lost` with
+    the error that ends the shard.
     """
 
     def __init__(
@@ -97,17 +96,17 @@ class TopicLoading:
         lost: Callable[[BaseException], None],
     ) -> None:
         self.damaged: dict[str, Corruption] = {}
-        # Those that have failed again and again, when they were loaded or since; they are loaded later each time.
+        # Topics that have failed repeatedly, in loading or since; they are loaded later each time
         self.failing: dict[str, Exception] = {}
         self.rows_replayed = 0
-        # Set when every topic is loaded, damaged, or has failed.
+        # Set when every topic is loaded, damaged, or has failed
         self.ended = asyncio.Event()
         self._shard = shard
         self._epoch = epoch
         self._last_slot = last_slot
         self._newest_slot = newest_slot
         self._tails = dict(tails)
-        # Of topics that are loaded again, the last slot that may name them.
+        # Topic id -> last slot that may name it, for topics that are loaded again
         self._as_of: dict[str, ShardSlot] = {}
         self._failures = Failures()
         self._environment = environment
@@ -116,21 +115,21 @@ class TopicLoading:
         self._is_served = is_served
         self._lost = lost
         self._listed = False
-        # Of those that were not read yet, the highest number of a manifest that a listing showed; when it was sent.
+        # Unread topic id -> highest manifest number listed; then when the listing was sent (elapsed seconds)
         self._numbers: dict[str, int] = {}
         self._listed_at_s = 0.0
-        # Those that exist, though a listing that was sent before does not show them.
+        # Topics that exist, though a listing that was sent before does not show them
         self._born_since: set[str] = set()
-        # Topic ids, in the order in which they are to be loaded; those asked for go first. Each is in one of the five.
+        # Topic ids, in the order of loading; requested ones go first. Each id is in one of the five.
         self._asked: dict[str, None] = {}
         self._waiting: dict[str, None] = dict.fromkeys(tails)
         self._later: dict[str, _Later] = {}
         self._under_way: set[str] = set()
-        # Those that wait until they are tried again.
+        # Topics that wait until they are tried again
         self._put_off: set[str] = set()
-        # Those under way that were deleted since their reading began.
+        # Topics being read that were deleted since
         self._deleted: set[str] = set()
-        # The first due times of those that are loaded later, and their ids.
+        # First due times and ids of topics that are loaded later
         self._by_due: list[tuple[int, str]] = []
         self._outcomes: dict[str, asyncio.Future[None]] = {}
         self._some = asyncio.Event()
@@ -143,7 +142,7 @@ class TopicLoading:
         self._spawn(self._list())
 
     def close(self) -> None:
-        """Nothing more is loaded; whoever waits gets Unavailable."""
+        """Stop loading; waiting callers get Unavailable."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -152,21 +151,21 @@ class TopicLoading:
                 outcome.set_exception(Unavailable(f"shard {self._shard} is served by this daemon no longer; try again"))
         self._outcomes.clear()
 
-    # ---- what is asked of it
+    # ---- requests
 
     @property
     def left(self) -> int:
-        """Topics that are known and are neither loaded nor refused, since they are damaged or have failed."""
+        """The number of known topics that are neither loaded nor refused as damaged or failed."""
         return sum(map(len, self._known)) - len(self.damaged.keys() | self.failing.keys())
 
     def carried(self) -> tuple[TopicPart, ...]:
-        """What a checkpoint of now says of the topics that are not loaded."""
+        """Return the parts of a checkpoint of now for the topics that are not loaded."""
         return tuple(recovery.carried_part(topic_id, tail) for topic_id, tail in self._tails.items())
 
     async def settled(self, topic_id: str, name: str) -> None:
-        """Returns when the topic is loaded, or is known not to exist.
+        """Wait until the topic is loaded, or is known not to exist.
 
-        Raises Corruption when it is damaged, Unavailable when it takes longer than `LOADING_WAIT_S`.
+        Raises Corruption if it is damaged, Unavailable if it takes longer than `LOADING_WAIT_S`.
         """
         damage = self.damaged.get(topic_id)
         if damage is not None:
@@ -185,38 +184,39 @@ class TopicLoading:
             raise TopicFailed(name) from error
 
     def begin_reload(self, topic_id: str) -> None:
-        """A topic that was served has failed: whoever asks for it waits until it is loaded again (`load_again`)."""
+        """Note that a served topic has failed: callers wait until `load_again` has loaded it."""
         self._put_off.add(topic_id)
 
     def load_again(self, topic_id: str, tail: recovery.TopicTail, slot: ShardSlot) -> None:
-        """A topic that was let go: `tail` is all that checkpoint and journal hold of it, no slot above `slot` names it.
-        One that fails again and again is loaded later each time.
+        """Load a topic again that was unloaded; one that fails repeatedly is loaded later each time.
+
+        `tail` is all that checkpoint and commit log hold of it. No slot above `slot` names it.
         """
         self._tails[topic_id] = tail
         self._as_of[topic_id] = slot
         if not self._closed:
             delay_s = self._failures.delay_s(topic_id, now_s=self._environment.clock.elapsed_s())
             if delay_s:
-                # Who asks meanwhile is told at once.
+                # Callers get the error at once meanwhile.
                 self.failing[topic_id] = TopicFailed(topic_id)
             self._put_off_for(topic_id, delay_s)
 
     async def found(self, topic_id: str) -> None:
-        """The topic exists although it was not listed; returns when it is loaded. Raises Corruption."""
+        """Load a topic that exists although it was not listed. Raises Corruption."""
         self._born_since.add(topic_id)
         await asyncio.shield(self._ask(topic_id))
 
     def may_come(self, topic_id: str) -> bool:
-        """Whether the topic is being loaded, or may be found and loaded later."""
+        """Return whether the topic is being loaded, or may be found and loaded later."""
         return not self._listed or self.knows(topic_id)
 
     def deleted(self, topic_id: str) -> None:
-        """A topic that was served, since it was born, is no more: what is being read of it does not count."""
+        """Discard what is being read of a topic that was served, since it was created, and is now deleted."""
         if topic_id in self._under_way:
             self._deleted.add(topic_id)
 
     def knows(self, topic_id: str) -> bool:
-        """Whether the topic is to be loaded."""
+        """Return whether the topic is to be loaded."""
         return any(topic_id in ids for ids in self._known)
 
     @property
@@ -255,7 +255,7 @@ class TopicLoading:
         for topic_id in sorted(numbers):
             if not self._is_served(topic_id) and not self.knows(topic_id):
                 self._waiting[topic_id] = None
-        # Of one that is served already there may be other manifests by the time at which it is loaded again.
+        # A topic that is served already may have other manifests by the time at which it is loaded again.
         self._numbers = {
             topic_id: numbers[topic_id] for topic_id in (*self._asked, *self._waiting) if topic_id in numbers
         }
@@ -278,14 +278,14 @@ class TopicLoading:
         )
 
     def _listed_numbers(self) -> tuple[dict[str, int], float]:
-        """The highest number of the manifests of each topic, 0 where none is listed; when the listing was sent."""
+        """List the highest manifest number of each topic, 0 if it has none; return also when the listing was sent."""
         numbers: dict[str, int] = {}
         sent_at_s, prefix = self._environment.clock.elapsed_s(), names.topics_prefix(self._shard)
         for entry in self._environment.store.list(prefix):
             topic_id, _, rest = entry.key[len(prefix) :].partition("/")
             number = 0
             if rest.startswith("manifest/"):
-                # What is no manifest's name is found when the topic is read.
+                # A bad manifest name is found when the topic is read.
                 with contextlib.suppress(format_errors.FormatError):
                     number = names.number_of(entry.key)
             numbers[topic_id] = max(number, numbers.get(topic_id, 0))
@@ -298,7 +298,7 @@ class TopicLoading:
                 await self._some.wait()
                 continue
             async with self._environment.loading_turns:
-                # Which is the next is asked when there is a turn for it.
+                # The next topic is chosen once there is a turn for it.
                 await self._load_next()
 
     async def _load_next(self) -> None:
@@ -313,7 +313,7 @@ class TopicLoading:
     def _next_later(self) -> _Later | None:
         while self._by_due:
             _, topic_id = heapq.heappop(self._by_due)
-            # Of what was asked for since, the place in the order is left.
+            # Topics that were requested since leave their place in the order.
             if (later := self._later.pop(topic_id, None)) is not None:
                 return later
         return None
@@ -337,7 +337,7 @@ class TopicLoading:
             self._put_off_for(topic_id, RETRY_S)
         except (commit.Refused, NotOwner):
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this topic's
+        except Exception as error:  # noqa: BLE001 - any error affects this topic alone
             self._found_failing(topic_id, error)
         self._look_whether_ended()
 
@@ -345,7 +345,7 @@ class TopicLoading:
         topic_id = later.topic_id
         self._under_way.discard(topic_id)
         if topic_id in self._outcomes:
-            # It was asked for meanwhile.
+            # It was requested meanwhile.
             self._asked[topic_id] = None
         else:
             self._later[topic_id] = later
@@ -364,12 +364,12 @@ class TopicLoading:
         if any(mended):
             log.info("shard %d: topic %s can be served again", self._shard, topic_id)
         if topic_id in self._put_off:
-            # It has failed at once: whoever asks waits on.
+            # It has failed again at once, so callers keep waiting.
             return
         self._settle(topic_id)
 
     def _settle(self, topic_id: str, error: Exception | None = None) -> None:
-        """Whoever waits for the topic goes on, or gets `error`."""
+        """Let callers that wait for the topic continue, or fail with `error`."""
         outcome = self._outcomes.pop(topic_id, None)
         if outcome is None or outcome.done():
             return
@@ -423,15 +423,16 @@ class TopicLoading:
     def _read(
         self, topic_id: str, tip: commit.Tip[TopicManifest] | None, number: int, *, may_wait: bool
     ) -> LoadedTopic | _Later | None:
-        """The topic, claimed and restored; None when there is none. May be repeated after any error. `tip`: its newest
-        manifest, where it was read before; `number`: the newest one's, where it was listed, else 0. `may_wait`: if
-        nothing is due soon it is not loaded yet.
+        """Claim and restore the topic. Returns None if it does not exist. May be repeated after any error.
+
+        `tip` is its newest manifest if that was read before. `number` is the listed number of the newest manifest, or
+        0. With `may_wait` a topic that has no row due soon is not loaded yet.
         """
         topic_log = topic_manifests.topic_log(self._environment, self._shard, topic_id)
         tail = self._tails.get(topic_id, recovery.NOTHING)
         try:
             if tip is None and number:
-                # The claim finds whether there are later ones.
+                # The claim finds later ones.
                 tip = topic_log.read_at(number, self._listed_at_s)
             tip = tip or topic_log.read_tip()
             if tip is None and tail is not recovery.NOTHING:
@@ -447,7 +448,7 @@ class TopicLoading:
         except Damaged as error:
             raise Corruption(f"manifest {error}") from error
         except format_errors.FormatError as error:
-            # Of what is decoded only where it is needed.
+            # From content that is decoded only when needed
             raise Corruption(str(error)) from error
 
     def _restored(
@@ -455,17 +456,17 @@ class TopicLoading:
     ) -> LoadedTopic | None:
         environment = self._environment
         reads = recovery.TopicReads(environment.store, environment.pools.loads.parts)
-        # While the claim is under way: what it finds is rarely another manifest.
+        # In parallel with the claim, which rarely finds another manifest
         reads.begin(tip.manifest, recovery.counting_part(tip.manifest, tail))
         tip = self._commit(topic_log, topic_manifest.ClaimTopic(epoch=self._epoch), tip, just_read=True)
         if tip.manifest.deleted:
-            # The former owner's last act, before the claim landed.
+            # The former owner's last commit, before the claim landed
             return None
         self._check_as_of(tip.manifest)
         part = recovery.counting_part(tip.manifest, tail)
         tip, objects = self._objects(topic_log, tip, part, reads)
         topic = self._new_topic(tip.manifest)
-        # Topics that are all as old as this daemon would be sealed together. None is so old that it is sealed at once.
+        # Jitter, since topics as old as this daemon would be sealed together. None is old enough to be sealed at once.
         age_max_ms = topic_settings.settings_of(environment, tip.manifest.policy).seal_limits.age_max_ms
         began_ms = environment.elapsed_ms() - int(environment.jitter() * (1 - AGE_SPREAD) * age_max_ms)
         recovery.restore(topic, tip.manifest, objects, part, elapsed_ms=began_ms)
@@ -473,8 +474,9 @@ class TopicLoading:
         return LoadedTopic(topic, topic_log, tip, rows, changed=bool(rows) or part is not None)
 
     def _check_as_of(self, manifest: TopicManifest) -> None:
-        """Raises Corruption where the shard has lost slots that the topic has: it would pass over what is written under
-        their numbers. Topics of the shard that are served use these up.
+        """Raise Corruption if the shard has lost slots that the topic has applied.
+
+        The topic would skip what is written under their numbers. Served topics of the shard use these up.
         """
         newest = self._newest_slot()
         if manifest.applied > newest:
@@ -490,8 +492,9 @@ class TopicLoading:
         part: TopicPart | None,
         reads: recovery.TopicReads,
     ) -> tuple[commit.Tip[TopicManifest], recovery.TopicObjects]:
-        """The manifest, with the buckets quarantined that are damaged, and what it names. Another process may merge
-        meanwhile, and the sources be deleted: then what took their place is read.
+        """Return the manifest, with damaged buckets quarantined, and the objects that it names.
+
+        Another process may merge meanwhile, and the sources be deleted: then the merged buckets are read.
         """
         while True:
             objects = reads.objects(tip.manifest, part)
@@ -537,6 +540,6 @@ class TopicLoading:
     ) -> commit.Tip[TopicManifest]:
         landed = topic_manifests.commit_once(self._environment, topic_log, operation, warm=tip, just_read=just_read)
         if landed.manifest.owner_epoch != self._epoch:
-            # A successor has gone on behind it: what that one has sealed is not lost here.
+            # A successor has continued after it; what that one has sealed is not lost here.
             raise commit.Refused(f"owner epoch is {landed.manifest.owner_epoch}, not {self._epoch}", landed)
         return landed
