@@ -342,8 +342,8 @@ class ServedShard:
                 if self._releasing or self.topics.get(name) is not topic:
                     continue
                 with topic.contained():
-                    topic.buckets.look_after(self.applied_slot)
-                    topic.look_after()
+                    topic.buckets.every_second(self.applied_slot)
+                    topic.every_second()
             yield
 
     def may_load(self, topic_id: str) -> bool:

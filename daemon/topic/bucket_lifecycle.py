@@ -249,7 +249,7 @@ class BucketLifecycle:
         if self._topic.indexes.has_droppable or self._manifests.number != self._learned:
             self._start()
 
-    def look_after(self, slot: ShardSlot) -> None:
+    def every_second(self, slot: ShardSlot) -> None:
         """Do what depends on time alone. Called once a second; everything up to `slot` is applied."""
         self.after_slot(slot)
         self.merging.consider()

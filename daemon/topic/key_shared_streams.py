@@ -629,10 +629,10 @@ class SharingRounds:
             self._environment.metrics.key_blocked(self._topic.core.name, rows=attempts - shared.blocked_counted)
             shared.blocked_counted = attempts
 
-    def look_after(self) -> None:
+    def every_second(self) -> None:
         """Do what depends on time alone. Called once a second."""
         if self._shared is not None:
-            self._shared.key_shared.look_after(elapsed_ms=self._environment.elapsed_ms())
+            self._shared.key_shared.every_second(elapsed_ms=self._environment.elapsed_ms())
             for stream in self._shared.streams.values():
                 # It may have waited for the epoch to be confirmed.
                 stream.notify()

@@ -197,7 +197,7 @@ class Leases:
 
     # ---- time
 
-    def look_after(self) -> None:
+    def every_second(self) -> None:
         """End what is over. The timer does this; after a suspend it is late, so it is called once a second, too."""
         if self._listener is None:
             return
@@ -223,7 +223,7 @@ class Leases:
 
     def _look(self) -> None:
         with self._topic.contained():
-            self.look_after()
+            self.every_second()
 
     def end(self, error: Exception) -> None:
         """End all leases; pullers get the error."""

@@ -217,10 +217,10 @@ class ServedSubscription:
         if state.reader is not None or state.key_shared is not None:
             self.read_on()
 
-    def look_after(self) -> None:
+    def every_second(self) -> None:
         """Do what depends on time alone. Called once a second."""
-        self.leases.look_after()
-        self.key_sharing.look_after()
+        self.leases.every_second()
+        self.key_sharing.every_second()
         self.notify()
 
     # ---- reading the backlog

@@ -392,12 +392,12 @@ class ServedTopic:
         """The tick of its wake-ups (ms); None if it depends on the daemon's load."""
         return self.settings.tick_ms
 
-    def look_after(self) -> None:
+    def every_second(self) -> None:
         """Do what depends on time alone. Called once a second."""
         if self._ended is None:
-            self.core.indexes.look_after(self._environment.clock.now_ms())
+            self.core.indexes.every_second(self._environment.clock.now_ms())
             for served in self._listened_to:
-                served.look_after()
+                served.every_second()
 
     def rows_added(self) -> None:
         """Schedule the next wake-up again, since rows were added or negatively acknowledged.

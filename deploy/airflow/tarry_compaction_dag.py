@@ -33,7 +33,7 @@ REPORTS = Path(os.environ.get("TARRY_SPARK_REPORTS", "/var/lib/tarry/reports"))
 
 
 def run(name: str, *arguments: str) -> None:
-    """Runs a command of `tarry-spark`; what it prints is in the log of the task."""
+    """Run a command of `tarry-spark`; its output is in the log of the task."""
     with subprocess.Popen([COMMAND, name, *SHARED, *arguments]) as process:
         try:
             status = process.wait()

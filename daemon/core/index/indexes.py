@@ -267,7 +267,7 @@ class Indexes(Mapping[int, Index]):
             if passed:
                 return passed
 
-    def look_after(self, now_ms: int) -> None:
+    def every_second(self, now_ms: int) -> None:
         """Adapt to a wall clock of `now_ms`, which may have been set back since rows came due. Call now and then."""
         self._passing_ms = min(self._passing_ms, now_ms)
 

@@ -590,7 +590,7 @@ class KeyShared:
             entries = departed[~are_of_batch_parts(self._places.owners(departed))]
             self.last_sent.acknowledged(*self._places.positions(entries))
 
-    def look_after(self, *, elapsed_ms: int) -> None:
+    def every_second(self, *, elapsed_ms: int) -> None:
         """Expire blocks: no hash waits for a NACKED row for longer than the policy allows."""
         self._elapsed_ms = elapsed_ms
         if self.nacks is not None:

@@ -283,7 +283,7 @@ async def test_topics_are_looked_after_some_at_a_time_and_none_that_was_deleted_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard_module, "TOPICS_A_STEP", 1)
         for name, owned in shard.topics.items():
-            patch.setattr(owned, "look_after", functools.partial(looked_after.append, name))
+            patch.setattr(owned, "every_second", functools.partial(looked_after.append, name))
         steps = shard.every_second()
         next(steps)
         assert looked_after == ["a"]

@@ -389,7 +389,7 @@ class OrderOracle:
             if other.sent and other.sent < item.sent and other.at < item.at and other.where is not Where.STAGED:
                 assert other in together, f"{item} is acknowledged before {other}"
 
-    def look_after(self, elapsed_ms: int) -> None:
+    def every_second(self, elapsed_ms: int) -> None:
         """Slots that have waited too long for negative acknowledgements wait no more."""
         for slot in self.slots.values():
             if slot.outstanding and elapsed_ms - slot.since_ms >= self.policy.nack_block_max_ms:

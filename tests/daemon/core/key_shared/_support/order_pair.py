@@ -168,8 +168,8 @@ class OrderPair:
         self.topic.elapsed_ms += time_ms
         self.oracle.elapsed_ms = self.topic.elapsed_ms
         if self.topic.streams:
-            self.topic.shared.look_after(elapsed_ms=self.topic.elapsed_ms)
-            self.oracle.look_after(self.topic.elapsed_ms)
+            self.topic.shared.every_second(elapsed_ms=self.topic.elapsed_ms)
+            self.oracle.every_second(self.topic.elapsed_ms)
 
     def pass_due(self) -> None:
         topic = self.topic
