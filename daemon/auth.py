@@ -25,6 +25,8 @@ from msgspec import Meta
 from daemon import errors
 from daemon.settings import AccessSettings, TlsSettings
 
+log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True)
 class Certificates:
@@ -246,8 +248,6 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 LOOK_EVERY_S: Final = 1.0
 
 Kind: TypeAlias = Literal["certificates", "identities"]
-
-log = logging.getLogger(__name__)
 
 
 class Door:

@@ -20,6 +20,8 @@ from storage_backends.object_store import ObjectStore, StoreRefused
 from storage_backends.slot_log import SlotLogs
 from storage_backends.storage_settings import S3
 
+log = logging.getLogger(__name__)
+
 
 class Place(Protocol):
     """The settings that say where a store is: `path` for kind `local`, `s3` for kind `s3`."""
@@ -116,8 +118,6 @@ def _type_by_path(there: Path, lines: list[str]) -> str:
             found, longest = after.split()[0], len(point)
     return found
 
-
-log = logging.getLogger(__name__)
 
 Wanted = Literal["auto", "objects", "files"]
 

@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from batch.audit import object_audit as audit_content
+from batch.audit import object_audit
 from batch.audit.findings import Finding, Flaw, Kind, Severity, Tally
 from batch.audit.reading import READ_AHEAD
 from batch.engine.root import Root
@@ -159,7 +159,7 @@ class _Run:
         try:
             slot = log_slot_format.decode_log_slot(read.body)
         except format_errors.FormatError as error:
-            return _Looked(None, ((NO_SHARD, audit_content.damaged(error)),))
+            return _Looked(None, ((NO_SHARD, object_audit.damaged(error)),))
         header = slot.header
         if (header.log_id, header.number) != (self._run.log_id, read.number):
             flaw = Flaw(Kind.LOG_RULE, f"it is slot {header.number} of log {header.log_id}")
@@ -197,7 +197,7 @@ def _flaws_of_section(slot: LogSlot, shard: int) -> Iterator[Flaw]:
     try:
         body = slot.section(shard)
     except format_errors.FormatError as error:
-        yield audit_content.damaged(error)
+        yield object_audit.damaged(error)
         return
     try:
         stored = slot_format.read_slot(body)

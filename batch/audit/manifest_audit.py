@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
-from batch.audit import object_audit as audit_content
+from batch.audit import object_audit
 from batch.audit import reading as audit_reading
 from batch.audit.findings import Finding, Flaw, Kind, Severity, Tally
 from batch.audit.reading import Place, Read
@@ -478,7 +478,7 @@ class _Run:
             body, decoded = audit_reading.decoded(self._root.store, found, found.body, self._decoded)
         except format_errors.FormatError as error:
             if report:
-                self._report(number, None, [audit_content.damaged(error)])
+                self._report(number, None, [object_audit.damaged(error)])
             return None
         if report:
             what = "topic manifest" if self._place.topic_id else "shard manifest"
@@ -513,7 +513,7 @@ class _Run:
                 decoded, number=number, shards=self._root.shards, shard=self._place.shard, commit_id=commit_id
             )
             if decoded.progress is not None:
-                yield from audit_content.progress_flaws(decoded.progress)
+                yield from object_audit.progress_flaws(decoded.progress)
 
     def _tip(self) -> Manifest | None:
         """Return the last manifest read, or None if it is damaged: no older one stands in for it."""

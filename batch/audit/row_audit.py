@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Final, TypeAlias, assert_never
 
 from batch.audit import object_audit
-from batch.audit import object_audit as audit_content
 from batch.audit import reading as audit_reading
 from batch.audit.findings import Finding, Kind, Severity, Tally
 from batch.audit.reading import Place, WallClock
@@ -501,7 +500,7 @@ class _Leftovers:
 
     def _find_unaccounted(self, place: Place, tip: TopicManifest, left: _Left) -> None:
         rows = left.rows.take(left.positions.mask_of(left.rows.ledger_id, left.rows.entry_id))
-        later = audit_content.not_due(rows, self._run.clock.now_ms())
+        later = object_audit.not_due(rows, self._run.clock.now_ms())
         detail = (
             f"{len(rows)} of its {len(left.rows)} rows of index {left.index_id} are in no bucket that is live or has "
             f"just left, nor in checkpoint or log: gone since (delivered, cancelled, trimmed), or lost; {later} "

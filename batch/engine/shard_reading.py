@@ -33,6 +33,8 @@ from storage_backends.log_reading import LogEnd, ShardSections, Verdict, read_lo
 from storage_backends.object_store import Damaged, NotFound, StoreError, StoreUnavailable
 from storage_backends.slot_log import SlotLogs
 
+log = logging.getLogger(__name__)
+
 NO_NUMBER: Final = 0
 """The end of the log of an open range, if no range is open"""
 
@@ -123,8 +125,6 @@ def read_tail(logs: SlotLogs, tip: ShardManifest, from_slot: int) -> ShardTail:
         raise found
     return found
 
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

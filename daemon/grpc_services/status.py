@@ -17,6 +17,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from daemon import errors
 
+log = logging.getLogger(__name__)
+
 DOMAIN = "tarry.v1"
 
 CODES: dict[type[BaseException], grpc.StatusCode] = {
@@ -49,8 +51,6 @@ class Abortable(Protocol):
 
 # The headers of a call are limited to 8 KiB, and contain the text twice: plain and in the details.
 _TEXT_LENGTH_MAX = 1000
-
-log = logging.getLogger(__name__)
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:

@@ -24,6 +24,8 @@ from daemon.shard.range_operations import ShardLog
 from storage_backends import commit, local_directory, object_store
 from storage_backends.formats.manifest import ShardManifest
 
+log = logging.getLogger(__name__)
+
 
 class OwnerLock(enum.Enum):
     """The former owner's process by its local lock.
@@ -106,9 +108,6 @@ def rendezvous_rank(daemon_id: str, *, others: Iterable[str], former_owner: str)
 
     own = (weight(daemon_id), daemon_id)
     return sum((weight(other), other) < own for other in set(others) - {daemon_id, former_owner})
-
-
-log = logging.getLogger(__name__)
 
 
 def lock_of(locks: local_directory.LocalLocks | None, daemon_id: str) -> OwnerLock:

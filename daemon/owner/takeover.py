@@ -34,6 +34,8 @@ from storage_backends.log_fence import Fence
 from storage_backends.log_reading import LogEnd, ShardSections, read_logs
 from storage_backends.slot_log import SlotLogs
 
+log = logging.getLogger(__name__)
+
 # Time after which a fence is given up and the store counts as unreachable (seconds)
 DEADLINE_S = 30.0
 
@@ -91,8 +93,6 @@ class Fences:
         environment.metrics.log_fenced()
         return fenced
 
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from daemon.core.index import delay_levels
 from daemon.core.index.bucket import QuarantinedBucket, SealedBucket
 from daemon.core.index.retention import RetentionScan
 from daemon.core.index.runs import earliest
-from daemon.core.key_shared import key_shared_stats as key_shared_stats
+from daemon.core.key_shared import key_shared_stats
 from daemon.errors import InvalidArgument
 from daemon.metrics import TopicNumbers
 from daemon.topic.open_streams import DispatchStream

@@ -24,17 +24,19 @@ from daemon.group_commit.daemon_log import DaemonLog
 from daemon.group_commit.shard_slots import ShardSlots
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
-from daemon.shard import range_operations, recovery
+from daemon.shard import range_operations
 from daemon.shard.range_operations import KnownTip, NeedLess, WriteCheckpoint
 from daemon.shard.recovery import ShardClaim
 from daemon.shard.tail_bound import TailBound
 from daemon.topic import bucket_lifecycle, topic_manifests
 from storage_backends import checkpoints, commit, object_store
-from storage_backends.checkpoints import LoadedCheckpoint as LoadedCheckpoint
+from storage_backends.checkpoints import LoadedCheckpoint
 from storage_backends.crash_points import crash_point
 from storage_backends.formats import checkpoint_format, manifest, names
 from storage_backends.formats.log_slot_format import Head, ShardSlot
 from storage_backends.log_reading import LogEnd
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointDamaged(Corruption):
@@ -81,8 +83,6 @@ def newest_of(environment: Environment, tip: manifest.ShardManifest) -> LoadedCh
     """Read the newest readable checkpoint by `read_newest`, and count damage in the metrics."""
     return read_newest(environment.store, tip, damaged=lambda key: environment.metrics.damage_found("checkpoint"))
 
-
-log = logging.getLogger(__name__)
 
 # Deadline of one attempt to learn whether a checkpoint is committed (seconds)
 DEADLINE_S = 30.0
@@ -227,7 +227,7 @@ class Checkpointing:
             if self._tip.newest.manifest.checkpoint_slot < self._shard.applied_slot:
                 await self._write()
 
-    async def tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, ShardSlot]:
+    async def tail_of(self, topic_id: str) -> tuple[checkpoints.TopicTail, ShardSlot]:
         """Return a topic's content of the newest checkpoint and the sections above it, and the last applied slot.
 
         Nothing may be staged for the topic. Raises Corruption if they are damaged, and the store's errors.
@@ -238,7 +238,7 @@ class Checkpointing:
             await shard.slots.settled()
             newest, until, end = self._tip.newest.manifest, shard.applied_slot, self._log.sender.applied
 
-            def read() -> recovery.TopicTail:
+            def read() -> checkpoints.TopicTail:
                 loaded = newest_of(environment, newest)
                 ends = {self._log.log_id: LogEnd(end, {shard.number: Head(shard.epoch, until)})}
                 try:
@@ -246,8 +246,8 @@ class Checkpointing:
                 except object_store.Damaged as error:
                     raise Corruption(f"{error}") from error
                 above = ((section.slot, section.records) for section in found)
-                tails = recovery.tails_of(loaded.checkpoint, above, only={topic_id})
-                return tails.get(topic_id, recovery.NOTHING)
+                tails = checkpoints.tails_of(loaded.checkpoint, above, only={topic_id})
+                return tails.get(topic_id, checkpoints.NOTHING)
 
             return await environment.pools.loads.run(read), until
 

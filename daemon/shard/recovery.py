@@ -37,11 +37,7 @@ from daemon.errors import Corruption, InvariantViolated
 from daemon.topic import bucket_reads, stored_topic
 from daemon.topic.stored_topic import PropertiesById
 from storage_backends import checkpoints, commit, object_store
-from storage_backends.checkpoints import NOTHING as NOTHING
-from storage_backends.checkpoints import DecodedSection
-from storage_backends.checkpoints import TopicTail as TopicTail
-from storage_backends.checkpoints import counting_part as counting_part
-from storage_backends.checkpoints import tails_of as tails_of
+from storage_backends.checkpoints import DecodedSection, TopicTail
 from storage_backends.formats import (
     bucket_format,
     checkpoint_format,
@@ -336,7 +332,7 @@ def first_due_ms(tip: manifest.TopicManifest, tail: TopicTail) -> int | None:
 
     Returns 0 if only decoding the stored data would show it.
     """
-    part = counting_part(tip, tail)
+    part = checkpoints.counting_part(tip, tail)
     known = tip.progress if part is None else part.progress
     undecoded = part is None and tip.progress_object is not None
     if undecoded or (known is not None and known.redeliveries) or any(tail.slots_above(tip)):

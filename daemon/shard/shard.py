@@ -24,7 +24,7 @@ from daemon.runtime import backoff
 from daemon.runtime.due_loop import DueLoop
 from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
-from daemon.shard import range_operations, recovery
+from daemon.shard import range_operations
 from daemon.shard.checkpointing import Checkpointing, ShardState
 from daemon.shard.range_operations import KnownTip, Settle
 from daemon.shard.recovery import ShardClaim
@@ -35,7 +35,7 @@ from daemon.topic import bucket_lifecycle, topic_manifests
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.topic_manifests import TopicManifests, commit_until_certain
 from daemon.topic.topic_settings import TopicSettings
-from storage_backends import commit, topic_manifest
+from storage_backends import checkpoints, commit, topic_manifest
 from storage_backends.formats import manifest, names
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.slot_format import AddRecord, DeletionRecord, Record
@@ -109,7 +109,7 @@ class ServedShard:
             epoch=claim.epoch,
             last_slot=claim.last_slot,
             newest_slot=lambda: self.applied_slot,
-            tails=recovery.tails_of(claim.checkpoint, ((each.slot, each.records) for each in claim.sections)),
+            tails=checkpoints.tails_of(claim.checkpoint, ((each.slot, each.records) for each in claim.sections)),
             environment=environment,
             new_topic=self._core_topic,
             loaded=self._loaded,
@@ -511,7 +511,7 @@ class ServedShard:
         del self.reloading[topic_id]
         self.loading.load_again(topic_id, tail, slot)
 
-    async def _tail_of(self, topic_id: str) -> tuple[recovery.TopicTail, ShardSlot]:
+    async def _tail_of(self, topic_id: str) -> tuple[checkpoints.TopicTail, ShardSlot]:
         return await backoff.until_answered(
             lambda: self.checkpoints.tail_of(topic_id),
             failed=lambda error: log.warning(

@@ -30,7 +30,7 @@ from daemon.runtime.failure_scope import Failures, TopicFailed
 from daemon.shard import recovery
 from daemon.topic import topic_manifests, topic_settings
 from daemon.topic.bucket_lifecycle import AGE_SPREAD
-from storage_backends import commit, topic_manifest
+from storage_backends import checkpoints, commit, topic_manifest
 from storage_backends.formats import format_errors, names
 from storage_backends.formats.checkpoint_format import TopicPart
 from storage_backends.formats.log_slot_format import ShardSlot
@@ -88,7 +88,7 @@ class TopicLoading:
         epoch: int,
         last_slot: ShardSlot,
         newest_slot: Callable[[], ShardSlot],
-        tails: Mapping[str, recovery.TopicTail],
+        tails: Mapping[str, checkpoints.TopicTail],
         environment: Environment,
         new_topic: Callable[[TopicManifest], TopicState],
         loaded: Callable[[LoadedTopic], None],
@@ -187,7 +187,7 @@ class TopicLoading:
         """Note that a served topic has failed: callers wait until `load_again` has loaded it."""
         self._put_off.add(topic_id)
 
-    def load_again(self, topic_id: str, tail: recovery.TopicTail, slot: ShardSlot) -> None:
+    def load_again(self, topic_id: str, tail: checkpoints.TopicTail, slot: ShardSlot) -> None:
         """Load a topic again that was unloaded; one that fails repeatedly is loaded later each time.
 
         `tail` is all that checkpoint and commit log hold of it. No slot above `slot` names it.
@@ -429,13 +429,13 @@ class TopicLoading:
         0. With `may_wait` a topic that has no row due soon is not loaded yet.
         """
         topic_log = topic_manifests.topic_log(self._environment, self._shard, topic_id)
-        tail = self._tails.get(topic_id, recovery.NOTHING)
+        tail = self._tails.get(topic_id, checkpoints.NOTHING)
         try:
             if tip is None and number:
                 # The claim finds later ones.
                 tip = topic_log.read_at(number, self._listed_at_s)
             tip = tip or topic_log.read_tip()
-            if tip is None and tail is not recovery.NOTHING:
+            if tip is None and tail is not checkpoints.NOTHING:
                 raise Corruption(f"its manifests are missing under {topic_log.prefix}, and the journal names it")
             if tip is None or tip.manifest.deleted:
                 return None
@@ -452,18 +452,18 @@ class TopicLoading:
             raise Corruption(str(error)) from error
 
     def _restored(
-        self, topic_log: commit.ManifestLog[TopicManifest], tip: commit.Tip[TopicManifest], tail: recovery.TopicTail
+        self, topic_log: commit.ManifestLog[TopicManifest], tip: commit.Tip[TopicManifest], tail: checkpoints.TopicTail
     ) -> LoadedTopic | None:
         environment = self._environment
         reads = recovery.TopicReads(environment.store, environment.pools.loads.parts)
         # In parallel with the claim, which rarely finds another manifest
-        reads.begin(tip.manifest, recovery.counting_part(tip.manifest, tail))
+        reads.begin(tip.manifest, checkpoints.counting_part(tip.manifest, tail))
         tip = self._commit(topic_log, topic_manifest.ClaimTopic(epoch=self._epoch), tip, just_read=True)
         if tip.manifest.deleted:
             # The former owner's last commit, before the claim landed
             return None
         self._check_as_of(tip.manifest)
-        part = recovery.counting_part(tip.manifest, tail)
+        part = checkpoints.counting_part(tip.manifest, tail)
         tip, objects = self._objects(topic_log, tip, part, reads)
         topic = self._new_topic(tip.manifest)
         # Jitter, since topics as old as this daemon would be sealed together. None is old enough to be sealed at once.

@@ -44,6 +44,8 @@ from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.object_store import StoreError
 
+log = logging.getLogger(__name__)
+
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class SealCut:
@@ -134,8 +136,6 @@ def checkpoint_part(cut: TopicCut) -> checkpoint_format.TopicPart:
         own_rows=tuple(checkpoint_format.OwnRows(number, rows) for number, rows in own_rows if len(rows)),
     )
 
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -27,6 +27,8 @@ from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.row_columns import Rows
 from storage_backends.object_store import StoreError
 
+log = logging.getLogger(__name__)
+
 
 class BucketMissing(Corruption):
     """The object of a bucket is missing. An older manifest than the tip may legitimately name it."""
@@ -69,8 +71,6 @@ def _as_corruption() -> Iterator[None]:
     except object_store.NotFound as error:
         raise BucketMissing(f"bucket {error.key}: the object is missing") from error
 
-
-log = logging.getLogger(__name__)
 
 # Concurrent reads of one topic
 READS_MAX = 8

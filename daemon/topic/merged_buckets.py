@@ -25,7 +25,6 @@ from typing import TypeVar
 from daemon.call_values import Merged
 from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index import merging
-from daemon.core.index import merging as core_merging
 from daemon.core.index.bucket import SealedBucket
 from daemon.core.index.index import Index
 from daemon.core.index.merging import MergeCandidate, MergedBucket
@@ -178,7 +177,7 @@ class BucketMerging:
         settings = self._settings()
         for index in self._topic.indexes.values():
             if buckets_max is not None and len(index.sealed) > buckets_max:
-                run = core_merging.chosen_run(
+                run = merging.chosen_run(
                     self._candidates(index),
                     buckets_max=buckets_max,
                     merge_buckets_max=settings.merge_buckets_max,

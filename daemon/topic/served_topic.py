@@ -52,6 +52,8 @@ from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U64
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 # Time that a survey is shown; longer while nothing changes (ms)
@@ -120,8 +122,6 @@ class TopicRetention:
                 return result
             await taking_turns.give_way()
 
-
-log = logging.getLogger(__name__)
 
 # Portions that a topic passes in one turn: they cost less than delivering
 PASS_PORTIONS = 2

@@ -36,6 +36,8 @@ from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy
 from storage_backends.formats.row_columns import U32, U64
 from storage_backends.formats.slot_format import DeadLetterRecord, NackRecord, Record
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 NONE_IGNORED = Ignored.nothing()
@@ -256,8 +258,6 @@ class AckRequests:
             await self._topic.slots.confirmed()
         await self._topic.alone()
 
-
-log = logging.getLogger(__name__)
 
 TEXT_MAX_BYTES = 1_024
 # Checks for overdue rows in each ack time-out, and the limits of the time between two checks

@@ -29,7 +29,7 @@ from storage_backends.formats.generated import bucket_pb2
 from storage_backends.formats.manifest import LiveBucket, ObjectReference
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.row_columns import U64, Rows, row_hash
-from storage_backends.formats.segment import SegmentLimits as SegmentLimits
+from storage_backends.formats.segment import SegmentLimits
 
 FORMAT_VERSION = 1
 MAGIC = b"TyBK"

@@ -16,10 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from storage_backends.formats import bucket_format, format_errors
-from storage_backends.formats.bucket_format import BucketMetadata, EncodedBucket, KeptRows, SegmentLimits
+from storage_backends.formats.bucket_format import BucketMetadata, EncodedBucket, KeptRows
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, Progress
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet
 from storage_backends.formats.row_columns import Rows, row_hash
+from storage_backends.formats.segment import SegmentLimits
 
 _U64_MASK = (1 << 64) - 1
 

@@ -12,9 +12,9 @@ import pytest
 from batch.audit.findings import Finding, Kind, Report, Severity
 from storage_backends import commit, manifest_collection, topic_manifest
 from storage_backends.formats import bucket_format, names
-from storage_backends.formats.bucket_format import SegmentLimits
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.segment import SegmentLimits
 from storage_backends.memory_store import MemoryStore
 from tests._support.engine_fixture import EPOCH_MS, EngineFixture
 from tests.batch.audit._support.audits import (

@@ -12,9 +12,9 @@ from batch.audit.findings import Kind, Severity
 from storage_backends import bucket_reading
 from storage_backends.commit import COMMIT_ID
 from storage_backends.formats import bucket_format, manifest, names, position_bitmap
-from storage_backends.formats.bucket_format import SegmentLimits
 from storage_backends.formats.manifest import LiveBucket, LogRange, ShardManifest, TopicManifest
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.segment import SegmentLimits
 from storage_backends.memory_store import MemoryStore
 from storage_backends.topic_manifest import CODEC
 from tests.batch.audit._support.audits import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from daemon.shard import checkpointing
-from storage_backends import memory_store, object_store
+from storage_backends import checkpoints, memory_store, object_store
 from storage_backends.formats import checkpoint_format, manifest, names
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import Rows
@@ -63,7 +63,7 @@ def test_a_checkpoint_is_named_after_the_manifest_it_was_started_from_and_read_b
 
 def test_without_a_checkpoint_all_sections_are_replayed() -> None:
     loaded = checkpointing.read_newest(memory_store.MemoryStore(), tip_of(None), damaged=Alarm())
-    assert loaded == checkpointing.LoadedCheckpoint(None, ShardSlot(0))
+    assert loaded == checkpoints.LoadedCheckpoint(None, ShardSlot(0))
 
 
 def flip_last_bit(store: object_store.ObjectStore, key: str) -> None:
@@ -114,7 +114,7 @@ def test_all_sections_stand_in_for_a_damaged_first_checkpoint() -> None:
     newest = written(store, 40)
     flip_last_bit(store, newest.object.name)
     loaded = checkpointing.read_newest(store, tip_of(newest), damaged=Alarm())
-    assert loaded == checkpointing.LoadedCheckpoint(None, ShardSlot(0))
+    assert loaded == checkpoints.LoadedCheckpoint(None, ShardSlot(0))
 
 
 def test_two_damaged_checkpoints_refuse_the_shard() -> None:

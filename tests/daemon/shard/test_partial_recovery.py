@@ -15,6 +15,7 @@ import pytest
 from daemon.errors import Corruption, NotFound, Unavailable
 from daemon.shard import recovery, topic_loading
 from daemon.topic import bucket_lifecycle
+from storage_backends import checkpoints
 from storage_backends.formats import checkpoint_format, log_slot_format, names
 from storage_backends.formats.checkpoint_format import Checkpoint
 from tests._support.engine_fixture import Daemon, EngineFixture, Held, no_positions
@@ -326,26 +327,26 @@ async def test_what_is_carried_is_in_the_checkpoint_before_a_damaged_one_too(mac
     await story_of_a_carried_topic(machines, lives=2, sealed=True, checkpoint_damaged=True)
 
 
-def without_the_part(topic_id: str, tail: recovery.TopicTail) -> checkpoint_format.TopicPart:
+def without_the_part(topic_id: str, tail: checkpoints.TopicTail) -> checkpoint_format.TopicPart:
     return CARRIED(topic_id, dataclasses.replace(tail, part=None))
 
 
-def without_the_records(topic_id: str, tail: recovery.TopicTail) -> checkpoint_format.TopicPart:
+def without_the_records(topic_id: str, tail: checkpoints.TopicTail) -> checkpoint_format.TopicPart:
     return CARRIED(topic_id, dataclasses.replace(tail, slots=()))
 
 
-def without_the_last_record(topic_id: str, tail: recovery.TopicTail) -> checkpoint_format.TopicPart:
+def without_the_last_record(topic_id: str, tail: checkpoints.TopicTail) -> checkpoint_format.TopicPart:
     return CARRIED(topic_id, dataclasses.replace(tail, slots=tail.slots[:-1]))
 
 
-def as_of_the_checkpoint(topic_id: str, tail: recovery.TopicTail) -> checkpoint_format.TopicPart:
+def as_of_the_checkpoint(topic_id: str, tail: checkpoints.TopicTail) -> checkpoint_format.TopicPart:
     """The part as if it were as of the checkpoint that carries it: what it carries is not replayed."""
     return dataclasses.replace(CARRIED(topic_id, tail), slot=None, carried=())
 
 
 CARRIED = recovery.carried_part
 REPLAY = recovery.replay
-COUNTING = recovery.counting_part
+COUNTING = checkpoints.counting_part
 
 
 def replayed_twice(*arguments: object, **named: object) -> int:
@@ -353,13 +354,13 @@ def replayed_twice(*arguments: object, **named: object) -> int:
     return REPLAY(*arguments, **named)  # type: ignore[arg-type]
 
 
-def replayed_from_the_beginning(topic: object, tip: object, tail: recovery.TopicTail, *, elapsed_ms: int) -> int:
+def replayed_from_the_beginning(topic: object, tip: object, tail: checkpoints.TopicTail, *, elapsed_ms: int) -> int:
     """What the manifest has applied is applied again."""
     tip = dataclasses.replace(tip, applied=0)  # type: ignore[type-var]
     return REPLAY(topic, tip, dataclasses.replace(tail, part=None), elapsed_ms=elapsed_ms)  # type: ignore[arg-type]
 
 
-def part_counts_although_it_is_older(tip: object, tail: recovery.TopicTail) -> object:
+def part_counts_although_it_is_older(tip: object, tail: checkpoints.TopicTail) -> object:
     return tail.part
 
 
@@ -387,7 +388,7 @@ async def test_the_story_finds_a_planted_bug(
     lives: int,
     sealed: bool,
 ) -> None:
-    monkeypatch.setattr(recovery, name, planted)
+    monkeypatch.setattr(checkpoints if name == "counting_part" else recovery, name, planted)
     with pytest.raises((AssertionError, TimeoutError, ValueError, KeyError)):
         await story_of_a_carried_topic(machines, lives=lives, sealed=sealed)
 

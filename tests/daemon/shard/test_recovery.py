@@ -18,7 +18,7 @@ from daemon.core.index.position_keys import bitmap_of, keys_of
 from daemon.core.index.segments import SegmentCache
 from daemon.shard import recovery
 from daemon.topic import bucket_lifecycle
-from storage_backends import commit
+from storage_backends import checkpoints, commit
 from storage_backends.formats import bucket_format, checkpoint_format, manifest, merge, position_bitmap, slot_format
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import Rows
@@ -125,8 +125,10 @@ def tip_of(
     )
 
 
-def restored(store: Store, tip: manifest.TopicManifest, tail: recovery.TopicTail = recovery.NOTHING) -> TopicState:
-    part = recovery.counting_part(tip, tail)
+def restored(
+    store: Store, tip: manifest.TopicManifest, tail: checkpoints.TopicTail = checkpoints.NOTHING
+) -> TopicState:
+    part = checkpoints.counting_part(tip, tail)
     objects = recovery.TopicReads(store.store, InlineExecutor()).objects(tip, part)
     topic = TopicState(
         tip.topic,
@@ -142,11 +144,11 @@ def restored(store: Store, tip: manifest.TopicManifest, tail: recovery.TopicTail
     return topic
 
 
-def part_of(slot: int, progress: manifest.Progress, **changes: Any) -> recovery.TopicTail:
+def part_of(slot: int, progress: manifest.Progress, **changes: Any) -> checkpoints.TopicTail:
     part = checkpoint_format.TopicPart(
         topic_id="id", topic="t", incarnation=1, mutable_rows=Rows.empty(), progress=progress, slot=ShardSlot(slot)
     )
-    return recovery.TopicTail(dataclasses.replace(part, **changes))
+    return checkpoints.TopicTail(dataclasses.replace(part, **changes))
 
 
 def entries_in(index: Index, *buckets: str) -> list[int]:
@@ -313,7 +315,7 @@ def test_what_a_checkpoint_says_of_several_indexes_is_what_recovery_reads() -> N
             )
         )
     )
-    tail = recovery.tails_of(written, ())["id"]
+    tail = checkpoints.tails_of(written, ())["id"]
     live = [bucket.live for bucket in topic.indexes.sealed.values()]
     again = restored(store, tip_of(*live), tail)
     assert {number: entries_in(index) for number, index in again.indexes.items()} == {

@@ -14,6 +14,7 @@ from daemon.core.decisions.topic_state import TopicState
 from daemon.errors import Corruption
 from daemon.shard import recovery
 from daemon.topic import bucket_lifecycle, stored_topic
+from storage_backends import checkpoints
 from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.log_slot_format import ShardSlot
 from tests.daemon.shard.test_recovery import FIRST, OTHER, Store, bits, part_of, restored, rows_of, tip_of
@@ -73,7 +74,7 @@ def from_a_checkpoint_of_a_topic_that_was_not_loaded(stored: Stored) -> TopicSta
     loaded = checkpoint_format.decode_checkpoint(Stored(*EVERYTHING[:4]).checkpoint())
     for slot in (9, len(stored.slots)):
         slots = map(slot_format.read_slot, stored.slots[loaded.slot : slot])
-        tails = recovery.tails_of(loaded, ((each.header.slot, each.records) for each in slots))
+        tails = checkpoints.tails_of(loaded, ((each.header.slot, each.records) for each in slots))
         carried = recovery.carried_part("id", tails["id"])
         encoded = checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(1, 1, ShardSlot(slot), (carried,)))
         loaded = checkpoint_format.decode_checkpoint(encoded)
@@ -253,7 +254,7 @@ def test_a_damaged_column_is_damage_of_the_topic_and_named(what: str, as_part: b
     )
     progress = dataclasses.replace(stored.tip.progress, redeliveries=(damaged, other))
     slot = len(stored.slots)
-    tail = part_of(slot + 1, progress) if as_part else recovery.NOTHING
+    tail = part_of(slot + 1, progress) if as_part else checkpoints.NOTHING
     tip = dataclasses.replace(stored.tip, progress=stored.tip.progress if as_part else progress)
     with pytest.raises(Corruption, match=f"progress of subscription 1: {what} is damaged"):
         restored(stored.store, tip, tail)

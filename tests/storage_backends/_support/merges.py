@@ -11,9 +11,10 @@ import functools
 from collections.abc import Sequence
 
 from storage_backends.formats import bucket_format, merge, position_bitmap
-from storage_backends.formats.bucket_format import KeptRows, SegmentLimits
+from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, Progress, TopicManifest
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.segment import SegmentLimits
 from storage_backends.topic_manifest import Merge, MergeSource, adjacent_order
 from tests.storage_backends._support.topic_manifests import DELETE_AFTER_MS, TOPIC
 from tests.storage_backends.formats._support import examples

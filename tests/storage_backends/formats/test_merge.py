@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from storage_backends.formats import bucket_format, format_errors, merge, position_bitmap
-from storage_backends.formats.bucket_format import KeptRows, SegmentLimits
+from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.manifest import (
     BucketProgress,
     Progress,
@@ -21,6 +21,7 @@ from storage_backends.formats.manifest import (
 from storage_backends.formats.merge import Merged, NotConserved, Source
 from storage_backends.formats.position_bitmap import PositionBitmap, PositionSet
 from storage_backends.formats.row_columns import Rows, row_hash
+from storage_backends.formats.segment import SegmentLimits
 from tests._support import parts, state_machines
 from tests.storage_backends.formats._support import examples
 

@@ -13,7 +13,6 @@ import numpy as np
 
 from storage_backends import bucket_reading, commit, root_format, topic_manifest
 from storage_backends.formats import bucket_format, index_ids, manifest, merge, names
-from storage_backends.formats.bucket_format import SegmentLimits
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import (
     BucketProgress,
@@ -24,6 +23,7 @@ from storage_backends.formats.manifest import (
 )
 from storage_backends.formats.position_bitmap import PositionSet, position_bitmaps
 from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.segment import SegmentLimits
 from storage_backends.object_store import ObjectStore
 from storage_backends.topic_manifest import ClaimTopic, Create, Quarantine, Seal
 

@@ -30,7 +30,7 @@ from daemon.core.index.segments import SegmentCache, SegmentRange
 from daemon.core.limits import RequestLimits
 from daemon.shard import recovery
 from daemon.topic import bucket_lifecycle, bucket_reads
-from storage_backends import topic_manifest
+from storage_backends import checkpoints, topic_manifest
 from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.log_slot_format import ShardSlot
@@ -467,9 +467,9 @@ class JournaledTopic:
         self.tip = manifest.decode_topic_manifest(manifest.encode_topic_manifest(self.tip))
         loaded = None if self.checkpoint is None else checkpoint_format.decode_checkpoint(self.checkpoint)
         slots = map(slot_format.decode_slot, self.slots)
-        tails = recovery.tails_of(loaded, ((header.slot, records) for header, records in slots))
-        tail = tails.get(TOPIC_ID, recovery.NOTHING)
-        part = recovery.counting_part(self.tip, tail)
+        tails = checkpoints.tails_of(loaded, ((header.slot, records) for header, records in slots))
+        tail = tails.get(TOPIC_ID, checkpoints.NOTHING)
+        part = checkpoints.counting_part(self.tip, tail)
         objects = recovery.TopicReads(self.store, InlineExecutor()).objects(self.tip, part)
         self.core = self._new_core()
         recovery.restore(self.core, self.tip, objects, part, elapsed_ms=0)

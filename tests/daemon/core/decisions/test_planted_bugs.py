@@ -26,6 +26,7 @@ from daemon.core.index.segments import SegmentCursor
 from daemon.errors import InvariantViolated
 from daemon.shard import recovery
 from daemon.topic import bucket_lifecycle
+from storage_backends import checkpoints
 from storage_backends.formats import checkpoint_format, manifest
 from storage_backends.formats.merge import NotConserved
 from storage_backends.formats.row_columns import U64
@@ -102,14 +103,14 @@ def what_is_gone_while_a_bucket_is_sealed_is_forgotten(patch: pytest.MonkeyPatch
 
 
 def a_checkpoint_counts_when_the_manifest_is_as_new(patch: pytest.MonkeyPatch) -> None:
-    def counting_part(tip: manifest.TopicManifest, tail: recovery.TopicTail) -> checkpoint_format.TopicPart | None:
+    def counting_part(tip: manifest.TopicManifest, tail: checkpoints.TopicTail) -> checkpoint_format.TopicPart | None:
         return None if tip.applied > tail.part_slot else tail.part
 
-    patch.setattr(recovery, "counting_part", counting_part)
+    patch.setattr(checkpoints, "counting_part", counting_part)
 
 
 def a_checkpoint_counts_always(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recovery, "counting_part", lambda tip, tail: tail.part)
+    patch.setattr(checkpoints, "counting_part", lambda tip, tail: tail.part)
 
 
 def rows_of_a_seal_in_a_checkpoint_are_always_mutable(patch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,8 @@ import numpy as np
 
 from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.position_keys import keys_of
-from daemon.shard import recovery
 from daemon.topic import bucket_lifecycle
-from storage_backends import topic_manifest
+from storage_backends import checkpoints, topic_manifest
 from storage_backends.formats import checkpoint_format, index_ids, manifest, slot_format
 from storage_backends.formats.index_ids import batch_parts_of
 from storage_backends.formats.log_slot_format import ShardSlot
@@ -230,6 +229,6 @@ class Stored:
         """From the manifest, a checkpoint and the slots above `truncated_to`."""
         loaded = None if written is None else checkpoint_format.decode_checkpoint(written)
         slots = map(slot_format.decode_slot, self.slots[truncated_to:])
-        tails = recovery.tails_of(loaded, ((header.slot, records) for header, records in slots))
+        tails = checkpoints.tails_of(loaded, ((header.slot, records) for header, records in slots))
         tip = manifest.decode_topic_manifest(manifest.encode_topic_manifest(self.tip))
-        return restored(self.store, tip, tails.get("id", recovery.NOTHING))
+        return restored(self.store, tip, tails.get("id", checkpoints.NOTHING))
