@@ -5,8 +5,8 @@ serves them, and `column_histogram` has those of deliveries. The gauges of topic
 `daemon.owner.topic_inspection` at each scrape. Every label of a deletion series exists from the start, so that the
 first event of a kind is an increase.
 
-A counter is declared in a `_declare_*` method and fed by one event. A gauge of a topic is a field of `TopicNumbers` and a
-line of `_TOPIC_GAUGES`.
+A counter is declared in a `_declare_*` method and fed by one event. A gauge of a topic is a field of `TopicNumbers`
+and a line of `_TOPIC_GAUGES`.
 """
 
 from __future__ import annotations
