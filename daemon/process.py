@@ -10,6 +10,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import logging
@@ -82,7 +83,10 @@ async def serve(
         _own_lock(settings),
         contextlib.closing(ledger_stores.LedgerStores.from_settings(settings)) as stores_of_ledgers,
         pools.opened(
-            settings.store, deletions=settings.deletion.parallelism, threads=_threads, patient=_patient_threads
+            settings.store,
+            deletions=settings.deletion.parallelism,
+            threads=_threads,
+            patient=functools.partial(_threads, initializer=_give_way),
         ) as threads,
         _metrics_endpoint(settings, door, daemon_metrics) as metrics_address,
     ):
@@ -214,17 +218,13 @@ def _environment(
         sleep=asyncio.sleep,
         blocking_sleep=time.sleep,
         jitter=random.random,
-        new_id=_new_id,
+        new_id=lambda: str(ulid.ULID()),
         give_back_memory=process_memory.give_back,
         open_logs=lambda form: store_opening.open_logs(form, store, threads.journal.parts),
         version=importlib.metadata.version("tarryd"),
         tail_work_max=TAIL_REQUESTS_MAX if store.reads_are_requests else TAIL_WORK_MAX,
         busy_s=time.thread_time,
     )
-
-
-def _new_id() -> str:
-    return str(ulid.ULID())
 
 
 def _give_way() -> None:
@@ -250,10 +250,6 @@ def _threads(
         threads.shutdown()
         raise
     threads.shutdown()
-
-
-def _patient_threads(name: str, count: int) -> contextlib.AbstractContextManager[concurrent.futures.Executor]:
-    return _threads(name, count, _give_way)
 
 
 @contextlib.contextmanager

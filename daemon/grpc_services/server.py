@@ -93,15 +93,12 @@ class Server:
         except RuntimeError as error:
             raise OSError(f"grpc.listen: {listen} cannot be bound: {error}") from error
         if unix_socket is not None:
-            self._bind_unix_socket(unix_socket)
+            # Only its own user may use the socket, and one that a former process has left is replaced.
+            try:
+                self._server.add_insecure_port(f"unix:{unix_socket}")
+            except RuntimeError as error:
+                raise OSError(f"grpc.unix_socket: {unix_socket} cannot be bound: {error}") from error
         return port
-
-    def _bind_unix_socket(self, path: str) -> None:
-        """Bind a socket that only its own user may use. Replaces a socket that a former process has left."""
-        try:
-            self._server.add_insecure_port(f"unix:{path}")
-        except RuntimeError as error:
-            raise OSError(f"grpc.unix_socket: {path} cannot be bound: {error}") from error
 
     async def start(self, engine: Engine) -> None:
         """Serve. An engine that is not ready refuses calls itself, and health follows it."""

@@ -202,7 +202,9 @@ class DeletionRequests:
         self, state: ListedState, wanted: DeletionFilter, page_size: int, after: DeletionPlace | None
     ) -> DeletionPage:
         """Return a page of matching deletions after the place `after`, the `next_after` of the page before."""
-        limit, clock = _page_deletions(page_size), self._environment.clock
+        if not 0 <= page_size <= PAGE_DELETIONS_MAX:
+            raise InvalidArgument(f"page_size is {page_size}; it must be 0 to {PAGE_DELETIONS_MAX}")
+        limit, clock = page_size or PAGE_DELETIONS_DEFAULT, self._environment.clock
         as_of_ms, until_s = clock.now_ms(), clock.elapsed_s() + LOOK_S
         found: list[ListedDeletion] = []
         place = after or DeletionPlace(0, 0)
@@ -320,12 +322,6 @@ async def _checked(
         else:
             good[place] = delete
     return good, refused
-
-
-def _page_deletions(page_size: int) -> int:
-    if not 0 <= page_size <= PAGE_DELETIONS_MAX:
-        raise InvalidArgument(f"page_size is {page_size}; it must be 0 to {PAGE_DELETIONS_MAX}")
-    return page_size or PAGE_DELETIONS_DEFAULT
 
 
 def _in_shard(wanted: DeletionFilter, shard: int) -> ShardFilter:

@@ -200,7 +200,10 @@ class _Sweep:
                 yield self._progress()
         refused = ""
         if self._wish.delete:
-            refused = self._refusal()
+            if not self._wish.force:
+                counts = self._tally.counts()
+                unknown = counts.of_unknown_topics if self._wish.unknown_topics else garbage_rules.NOTHING
+                refused = self._guard.refusal(counts.orphaned + unknown, counts.listed)
             if not refused:
                 async for _ in self._record_all():
                     yield self._progress()
@@ -266,7 +269,13 @@ class _Sweep:
     async def _look_at_one(self, ledger: ListedLedger) -> None:
         look = await self._run(functools.partial(self._ask, ledger))
         if look.said is Finding.UNANSWERED:
-            self._note_unanswered(look.reason)
+            if not self._unanswered_in_a_row:
+                log.warning("sweep of object store %s: a ledger is left alone: %s", self._wish.store, look.reason)
+            self._unanswered_in_a_row += 1
+            if self._unanswered_in_a_row >= UNANSWERED_IN_A_ROW_MAX:
+                raise Unavailable(
+                    f"{self._unanswered_in_a_row} questions in a row had no answer, the last one: {look.reason}"
+                )
         else:
             self._unanswered_in_a_row = 0
         finding = self._judged(look)
@@ -279,7 +288,9 @@ class _Sweep:
             return look.said
         if look.in_use is InUseAnswer.IN_USE:
             return Finding.IN_USE
-        known = look.in_use is not None or self._knows(look.said.topic)
+        topic = look.said.topic
+        # The owner reported all offloaded ledgers in use of a topic that is known.
+        known = look.in_use is not None or self._states[names.shard_of(topic, len(self._states))].in_use.knows(topic)
         return Finding.ORPHANED if known else Finding.OF_UNKNOWN_TOPIC
 
     def _ask(self, ledger: ListedLedger) -> _Look:
@@ -306,17 +317,6 @@ class _Sweep:
         except object_store.Damaged:
             return object_store.NO_METADATA
 
-    def _note_unanswered(self, reason: str) -> None:
-        if not self._unanswered_in_a_row:
-            log.warning("sweep of object store %s: a ledger is left alone: %s", self._wish.store, reason)
-        self._unanswered_in_a_row += 1
-        if self._unanswered_in_a_row >= UNANSWERED_IN_A_ROW_MAX:
-            raise Unavailable(f"{self._unanswered_in_a_row} questions in a row had no answer, the last one: {reason}")
-
-    def _knows(self, topic: str) -> bool:
-        """Return whether the owner reported all offloaded ledgers in use of the topic."""
-        return self._states[names.shard_of(topic, len(self._states))].in_use.knows(topic)
-
     def _found_orphan(self, ledger: ListedLedger, claim: orphans.LedgerClaim, *, unknown_topic: bool) -> None:
         orphan = OrphanedLedger(claim.topic, claim.pending_delete, ledger.size_bytes, ledger.modified_ms, unknown_topic)
         self._orphans += 1
@@ -330,13 +330,6 @@ class _Sweep:
             self._tally.ledgers_left += 1
 
     # ---- recording what is orphaned
-
-    def _refusal(self) -> str:
-        if self._wish.force:
-            return ""
-        counts = self._tally.counts()
-        found = counts.orphaned + (counts.of_unknown_topics if self._wish.unknown_topics else garbage_rules.NOTHING)
-        return self._guard.refusal(found, counts.listed)
 
     async def _record_all(self) -> AsyncIterator[None]:
         batches = (

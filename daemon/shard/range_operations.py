@@ -75,19 +75,17 @@ class ClaimShard:
             first_slot=max(last_slot, before.checkpoint_slot) + 1,
             last_slot=None,
         )
+        orderly = self.former is None or isinstance(self.former, OwnLogEnd) or self.former.kind is LogSlotKind.CLOSE
+        # An epoch is settled when no earlier owner delivers rows any longer.
+        is_settled = before.settled_epoch == before.epoch and (orderly or self.former_is_dead)
         return dataclasses.replace(
             before,
             epoch=self.epoch,
             owner=self.owner,
             address=self.address,
-            settled_epoch=self.epoch if self._settles(before) else before.settled_epoch,
+            settled_epoch=self.epoch if is_settled else before.settled_epoch,
             ranges=(*ranges, own),
         )
-
-    def _settles(self, before: ShardManifest) -> bool:
-        """Return whether no earlier owner delivers rows any longer."""
-        orderly = self.former is None or isinstance(self.former, OwnLogEnd) or self.former.kind is LogSlotKind.CLOSE
-        return before.settled_epoch == before.epoch and (orderly or self.former_is_dead)
 
     def landed(self, tip: ShardManifest) -> bool:
         return any((each.log_id, each.epoch) == (self.log_id, self.epoch) for each in tip.ranges)

@@ -208,14 +208,13 @@ class TopicReads:
         buckets = {live.object.name: self._buckets[live.object.name].result() for live in tip.live}
         named = tip.properties_object
         properties = {} if named is None else self._properties[named.name].result()
-        return TopicObjects(buckets, self._progress_of(tip, part), properties)
-
-    def _progress_of(self, tip: manifest.TopicManifest, part: checkpoint_format.TopicPart | None) -> manifest.Progress:
         if part is not None:
-            return part.progress
-        if tip.progress_object is None:
-            return tip.progress or manifest.Progress()
-        return self._progress[tip.progress_object.name].result()
+            progress = part.progress
+        elif tip.progress_object is not None:
+            progress = self._progress[tip.progress_object.name].result()
+        else:
+            progress = tip.progress or manifest.Progress()
+        return TopicObjects(buckets, progress, properties)
 
 
 def _opened(store: object_store.ObjectStore, live: manifest.LiveBucket) -> OpenedBucket:

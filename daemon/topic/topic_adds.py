@@ -134,20 +134,17 @@ class TopicAdds:
             return None
         answer: asyncio.Future[AddOutcome] = self._loop.create_future()
         if not self._waiting:
-            self._begin()
+            if self._on_their_way:
+                self._looks_left = LOOKS_MAX
+                self._look_later(self._loop.time(), 1)
+            else:
+                self._loop.call_soon(self._decide_rows)
         self._waiting.append(_Waiting(row, deliver_at_ms, caller, answer))
         return answer
 
     @property
     def _on_their_way(self) -> bool:
         return self._rows_slot is not None and not self._rows_slot.done()
-
-    def _begin(self) -> None:
-        if not self._on_their_way:
-            self._loop.call_soon(self._decide_rows)
-            return
-        self._looks_left = LOOKS_MAX
-        self._look_later(self._loop.time(), 1)
 
     def _look_later(self, now_s: float, seen: int) -> None:
         self._seen, self._look_s = seen, now_s + LOOK_S

@@ -186,7 +186,13 @@ class Viewing:
         state: SubscriptionState | None,
         deadline_s: float,
     ) -> Page:
-        bounds = None if state is None else await self._bounds(state)
+        bounds = None
+        if state is not None:
+            nacked = _Nacked()
+            if len(state.nacks):
+                frozen = state.nacks.freeze()
+                nacked = await self._run(lambda: _Nacked.of(frozen))
+            bounds = _Backlog(state, nacked)
         for number, (bucket, pages) in enumerate(_buckets(indexes), 1):
             scan.add(bucket, pages, 0 if bounds is None else bounds.first_ms_of(bucket))
             if not number % BUCKETS_A_TURN:
@@ -197,13 +203,6 @@ class Viewing:
             if self._environment.clock.elapsed_s() > deadline_s and scan.can_end:
                 break
         return scan.page()
-
-    async def _bounds(self, state: SubscriptionState) -> _Backlog:
-        nacked = _Nacked()
-        if len(state.nacks):
-            frozen = state.nacks.freeze()
-            nacked = await self._run(lambda: _Nacked.of(frozen))
-        return _Backlog(state, nacked)
 
     async def _found(self, topic: ServedTopic, scan: PageScan, read: Read, state: SubscriptionState | None) -> Found:
         async with self._reads:

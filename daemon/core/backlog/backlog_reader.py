@@ -121,13 +121,12 @@ class BacklogReader:
             if not taken or self.needs(sealed, cache):
                 break
         self.is_held_up = not rows_taken and bound is not None
-        return [(bucket, self._once(bucket, KeyedRows.concat(each))) for bucket, each in parts.items()]
-
-    def _once(self, bucket: SealedBucket | MutableBucket, rows: KeyedRows) -> KeyedRows:
-        """Return each row once: the cursor may also find what came late."""
-        if bucket.name not in self._late:
-            return rows
-        return rows.take(firsts(rows.keys))
+        result = []
+        for bucket, each in parts.items():
+            rows = KeyedRows.concat(each)
+            # The cursor may also find what came late.
+            result.append((bucket, rows.take(firsts(rows.keys)) if bucket.name in self._late else rows))
+        return result
 
     def _take_once(
         self,

@@ -224,17 +224,13 @@ class DeadLetters:
         # Longer chunks stay as they are, so that a row that arrives alone is packed a few times, not thousands of
         # times.
         while self._chunks and self._chunks[-1].rows < CHUNK_ROWS and self._chunks[-1].rows <= len(rows):
-            rows = DeadLetterRows.concat([self._take_out_last(), rows])
+            self._left_rows.pop()
+            chunk = self._chunks.pop()
+            rows = DeadLetterRows.concat([_there(chunk, self._left), rows])
+            self._left.remove_range(chunk.first_id, chunk.last_id + 1)
         for start in range(0, len(rows), CHUNK_ROWS):
             self._chunks.append(_Chunk.of(rows.take(slice(start, start + CHUNK_ROWS))))
             self._left_rows.append(0)
-
-    def _take_out_last(self) -> DeadLetterRows:
-        self._left_rows.pop()
-        chunk = self._chunks.pop()
-        rows = _there(chunk, self._left)
-        self._left.remove_range(chunk.first_id, chunk.last_id + 1)
-        return rows
 
     def remove(self, ids: U64) -> int:
         """Remove the dead letters with these ids; return how many existed."""

@@ -588,7 +588,10 @@ class NackTracker:
             self._entries -= taken.read_rows
             columns = taken.columns
             for run in runs:
-                self._put_back(run)
+                if len(run):
+                    heapq.heappush(self._due, (run.next_place(self._places), run.number))
+                else:
+                    del self._runs[run.number]
             if len(columns):
                 break
         if len(columns):
@@ -616,12 +619,6 @@ class NackTracker:
                 # Rows after the most that may be taken need not be read.
                 bound = min(bound, run.place_of(limit - 1, self._places))
         return runs
-
-    def _put_back(self, run: NackRun) -> None:
-        if len(run):
-            heapq.heappush(self._due, (run.next_place(self._places), run.number))
-        else:
-            del self._runs[run.number]
 
     # ---- runs
 

@@ -199,7 +199,9 @@ class NackDecisions:
                 records += self._decide(state, index, rows, counts, taken.how, terms)
                 left = left.take(~found)
         if left.positions.batch_index is not None:
-            in_flight = state.in_flight.find(self._entries_of_new_parts(state, left))
+            entries = left.take(self._are_new_parts(state, left)).positions.entries()
+            keys = np.concatenate([keys_in(entries) for keys_in in self._keys_of_entries(state)])
+            in_flight = state.in_flight.find(bitmap_of(keys))
             decided, left = self._decide_new_parts(state, left, in_flight, terms)
             records += decided
         return tuple(records), left
@@ -427,11 +429,6 @@ class NackDecisions:
             if counts is not None:
                 above = np.maximum(above, counts + np.uint32(1))
         return above
-
-    def _entries_of_new_parts(self, state: SubscriptionState, left: NackBatch) -> BitMap64:
-        """Return the possible keys of the entries of messages that have no row yet."""
-        entries = left.take(self._are_new_parts(state, left)).positions.entries()
-        return bitmap_of(np.concatenate([keys_in(entries) for keys_in in self._keys_of_entries(state)]))
 
     def _keys_of_entries(self, state: SubscriptionState) -> list[Callable[[HeldPositions], U64]]:
         """Return functions that compute keys of entries: as rows of each index, and as planned positions."""

@@ -493,7 +493,10 @@ class TopicState:
                 rows += len(each.rows.keys)
                 came_late = came_late or each.late
             if came_late:
-                self._seek_again(states)
+                # Late rows may lie behind the readers that look for evicted rows.
+                for state in states:
+                    if state.key_shared is not None and state.key_shared.let_go is not None:
+                        state.key_shared.let_go.seek_again()
         return rows
 
     def takes_redeliveries(self, state: SubscriptionState) -> bool:
@@ -510,12 +513,6 @@ class TopicState:
         if len(times_ms):
             self._redelivered_at_ms.append(times_ms)
         return len(times_ms)
-
-    def _seek_again(self, states: Iterable[SubscriptionState]) -> None:
-        """Note that late rows may lie behind the readers that look for evicted rows."""
-        for state in states:
-            if state.key_shared is not None and state.key_shared.let_go is not None:
-                state.key_shared.let_go.seek_again()
 
     def take_redelivered(self) -> U64:
         """Return the redelivery times of positions redelivered since the last call (Unix ms)."""

@@ -211,7 +211,9 @@ class WithdrawalDecisions:
         found: list[tuple[_Part, Mask]] = []
         for part in asked.parts:
             still_waiting, passed = _states_of(part)
-            redelivered = self._redelivered_among(still_waiting)
+            # Rows that were delivered may seem not to be due after a recovery and a step back of the clock.
+            counts = [state.counts.among(still_waiting) for state in self._subscriptions.values()]
+            redelivered = BitMap64.union(BitMap64(), *counts)
             if redelivered:
                 still_waiting, passed = still_waiting - redelivered, passed | redelivered
             if passed:
@@ -254,13 +256,6 @@ class WithdrawalDecisions:
 
     def _held_among(self, passed: BitMap64) -> BitMap64:
         return BitMap64.union(BitMap64(), *[state.held_among(passed) for state in self._subscriptions.values()])
-
-    def _redelivered_among(self, waiting: BitMap64) -> BitMap64:
-        """Return the rows that were delivered and negatively acknowledged.
-
-        After a recovery and a step back of the clock they may seem not to be due.
-        """
-        return BitMap64.union(BitMap64(), *[state.counts.among(waiting) for state in self._subscriptions.values()])
 
     # ---- applying decisions
 

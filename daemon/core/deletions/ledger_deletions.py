@@ -732,19 +732,15 @@ def answer_of_failure(
         return DeletionAnswer(
             deletion.deletion_id, DeletionOutcome.GIVEN_UP, now_ms, maybe_deleted=maybe_deleted, text=text
         )
+    delay_ms = policy.reconsume_later_ms * (1 + policy.jitter * (2 * random - 1))
     return DeletionAnswer(
         deletion.deletion_id,
         DeletionOutcome.FAILED,
         now_ms,
-        min(now_ms + _delay_ms(policy, random), _U64_MAX),
+        min(now_ms + math.ceil(max(delay_ms, policy.reconsume_later_ms / 2)), _U64_MAX),
         maybe_deleted,
         text,
     )
-
-
-def _delay_ms(policy: RetryPolicy, random: float) -> int:
-    delay_ms = policy.reconsume_later_ms * (1 + policy.jitter * (2 * random - 1))
-    return math.ceil(max(delay_ms, policy.reconsume_later_ms / 2))
 
 
 def shortened(text: str) -> str:

@@ -180,12 +180,13 @@ class FrozenInUse:
             for number, ledgers in _by_topic(ledger_type, self.plain, self.named):
                 of_topics.setdefault(number, []).append(ledgers)
         return tuple(
-            TopicInUse(topic, tuple(of_topics.get(number, ())), self._complete_of(number))
+            TopicInUse(
+                topic,
+                tuple(of_topics.get(number, ())),
+                tuple(ledger_type for ledger_type in LedgerType if (ledger_type, number) in self.complete),
+            )
             for number, topic in enumerate(self.topics)
         )
-
-    def _complete_of(self, number: int) -> tuple[LedgerType, ...]:
-        return tuple(ledger_type for ledger_type in LedgerType if (ledger_type, number) in self.complete)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -162,9 +162,12 @@ class SortedKeys:
         for number, keys in reversed(replaced):
             self._keys += len(keys) - (len(self._chunks[number]) if self._chunks else 0)
             self._put(number, number + 1, keys)
-        # Join only after all replacements, since joining changes the numbers of chunks.
+        # Join small neighbors only after all replacements, since joining changes the numbers of chunks.
         for number in reversed(range(first - 1, len(self._chunks) - behind + 1)):
-            self._join(number)
+            if 0 <= number < len(self._chunks) - 1:
+                pair = self._chunks[number : number + 2]
+                if len(pair[0]) + len(pair[1]) <= CHUNK_KEYS // 2:
+                    self._put(number, number + 2, np.concatenate(pair))
 
     def _put(self, start: int, end: int, keys: Keys) -> None:
         pieces = 1 if len(keys) <= CHUNK_KEYS else -(-len(keys) // (CHUNK_KEYS // 2))
@@ -172,13 +175,6 @@ class SortedKeys:
         chunks = [piece.copy() for piece in np.array_split(keys, pieces) if len(piece)]
         self._chunks[start:end] = chunks
         self._firsts[start:end] = [_bytes_at(chunk, 0) for chunk in chunks]
-
-    def _join(self, number: int) -> None:
-        """Merge this chunk and the next one if both are small."""
-        if 0 <= number < len(self._chunks) - 1:
-            pair = self._chunks[number : number + 2]
-            if len(pair[0]) + len(pair[1]) <= CHUNK_KEYS // 2:
-                self._put(number, number + 2, np.concatenate(pair))
 
     def _concatenated(self, parts: list[Keys]) -> Keys:
         if len(parts) == 1:

@@ -139,17 +139,20 @@ def segments_needed(
     source cannot be read. At most `ahead_max` later ones that come due within `ahead_ms` are added, so that delivery
     goes on at once.
     """
-    waits_from_ms = earliest(*[time_ms for source in sources for time_ms in _next_due_ms(source)])
+    waits_from_ms = earliest(
+        *[
+            time_ms
+            for source in sources
+            if source.waiting_rows
+            for time_ms in (source.head.next_due_ms(), source.late.next_due_ms())
+        ]
+    )
     from_ms = boundary_ms + 1 if waits_from_ms is None else min(waits_from_ms, boundary_ms + 1)
     min_ms, max_ms = segments.min_deliver_at_ms, segments.max_deliver_at_ms
     first = int(np.searchsorted(max_ms, np.uint64(from_ms), side="left"))
     end = max(first, int(np.searchsorted(min_ms, np.uint64(boundary_ms), side="right")))
     ahead_end = int(np.searchsorted(min_ms, np.uint64(boundary_ms + ahead_ms), side="right"))
     return range(first, max(end, min(ahead_end, end + ahead_max)))
-
-
-def _next_due_ms(source: SealedBucket) -> list[int | None]:
-    return [source.head.next_due_ms(), source.late.next_due_ms()] if source.waiting_rows else []
 
 
 def inherited(

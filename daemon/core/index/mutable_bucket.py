@@ -66,7 +66,11 @@ class RowLog:
     def append(self, rows: KeyedRows) -> None:
         first, end = self._rows, self._rows + len(rows.keys)
         if end > self._capacity:
-            self._grow(max(end, 2 * self._capacity))
+            self._capacity = max(end, 2 * self._capacity)
+            self._keys = _grown(self._keys, self._capacity)
+            self._deliver_at_ms = _grown(self._deliver_at_ms, self._capacity)
+            if self._key_hash is not None:
+                self._key_hash = _grown(self._key_hash, self._capacity)
         if rows.rows.key_hash is not None and self._key_hash is None:
             self._key_hash = np.zeros(self._capacity, np.uint32)
         self._keys[first:end] = rows.keys
@@ -82,13 +86,6 @@ class RowLog:
         ledger_id, entry_id = self._pages.places.positions(keys)
         key_hash = None if self._key_hash is None else self._key_hash[:end][index]
         return KeyedRows(Rows(self._deliver_at_ms[:end][index], ledger_id, entry_id, key_hash), keys)
-
-    def _grow(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._keys = _grown(self._keys, capacity)
-        self._deliver_at_ms = _grown(self._deliver_at_ms, capacity)
-        if self._key_hash is not None:
-            self._key_hash = _grown(self._key_hash, capacity)
 
 
 def _grown(column: npt.NDArray[Number], capacity: int) -> npt.NDArray[Number]:

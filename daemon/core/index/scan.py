@@ -279,13 +279,11 @@ class PageScan:
             self._buckets.append((bucket, pages))
             if not self.asked.backlog and len(bucket.late):
                 heapq.heappush(self._next, (0, number, _IN_MEMORY))
-            first = int(bucket.table.max_ms.searchsorted(np.uint64(max(first_ms, self._first_ms(bucket)))))
+            after_ms = 0 if self.after is None else self.after.deliver_at_ms
+            first_ms = max(first_ms, self.asked.first_ms_of(bucket), after_ms)
+            first = int(bucket.table.max_ms.searchsorted(np.uint64(first_ms)))
             first = first if self.asked.backlog else max(first, bucket.head.place[0])
             self._go_on(number, first)
-
-    def _first_ms(self, bucket: Bucket) -> int:
-        first_ms = self.asked.first_ms_of(bucket)
-        return first_ms if self.after is None else max(first_ms, self.after.deliver_at_ms)
 
     def _go_on(self, number: int, segment: int) -> None:
         bucket = self._buckets[number][0]

@@ -366,9 +366,11 @@ class Sticky(HashSelector):
                 had = owners[each.first : each.last + 1]
                 if had.any():
                     other = members[int(had[had != NOBODY][0])]
+                    overlapped = next(
+                        one for one in other.hash_ranges if one.first <= each.last and one.last >= each.first
+                    )
                     raise InvalidArgument(
-                        f'{field}: {each} overlaps {_overlapping(other, each)} of consumer "{other.name}"; a slot has '
-                        "one consumer"
+                        f'{field}: {each} overlaps {overlapped} of consumer "{other.name}"; a slot has one consumer'
                     )
                 had[:] = joiner.ordinal
         self.admit(joiners)
@@ -384,10 +386,6 @@ class Sticky(HashSelector):
         self.dismiss(ordinals)
         for ordinal in ordinals:
             del self._members[ordinal]
-
-
-def _overlapping(other: Joiner, wanted: HashRange) -> HashRange:
-    return next(each for each in other.hash_ranges if each.first <= wanted.last and each.last >= wanted.first)
 
 
 def selector_of(kind: HashSelectorKind, points_per_consumer: int) -> HashSelector:

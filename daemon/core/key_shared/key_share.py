@@ -101,13 +101,10 @@ class PlannedPositions:
         for planned in self._by_stream.values():
             planned.difference_update(keys)
         if len(self._held_pages) > self._pages_max:
-            self._forget_pages()
-
-    def _forget_pages(self) -> None:
-        unheld = self._held_pages - pages_of(self.keys)
-        self._pages.release(unheld)
-        self._held_pages -= unheld
-        self._pages_max = 2 * len(self._held_pages) + _PAGES_SLACK
+            unheld = self._held_pages - pages_of(self.keys)
+            self._pages.release(unheld)
+            self._held_pages -= unheld
+            self._pages_max = 2 * len(self._held_pages) + _PAGES_SLACK
 
     def positions(self, keys: BitMap64) -> tuple[U64, U64]:
         """Return (ledger_id, entry_id) of planned positions."""
@@ -259,7 +256,11 @@ class KeyShared:
         self.consumers.leave(numbers)
         for ordinal in ordinals:
             self.last_sent.left(ordinal)
-        self._forget_departed()
+        if self.holds is not None:
+            self.holds.forget_departed()
+        else:
+            for number in self.consumers.departed:
+                self.consumers.forget(number)
         self._look_again = True
         return held
 
@@ -293,13 +294,6 @@ class KeyShared:
         """Release rows that were in flight and whose decision is durable, or need not be."""
         if self.holds is not None:
             self.holds.settle(keys)
-
-    def _forget_departed(self) -> None:
-        if self.holds is not None:
-            self.holds.forget_departed()
-            return
-        for number in self.consumers.departed:
-            self.consumers.forget(number)
 
     # ---- delivering
 
