@@ -575,9 +575,10 @@ class KafkaReader:
             if event.error() is not None:
                 self._look(event)
             elif (lane := self._lanes.get(event.partition())) is not None:
-                message, receipt = _message(event)
+                record = Record.of(event)
+                message = record.message()
                 size_bytes += message.size_bytes
-                read.append(port.Read(event.partition(), event.offset(), message, lane, receipt))
+                read.append(port.Read(event.partition(), event.offset(), message, lane, record.leader_epoch))
             if len(read) >= rows_max or size_bytes >= self._bytes_max:
                 return
             event = self._early.popleft() if self._early else self._consumer.poll(0)
@@ -796,12 +797,6 @@ async def _generation_now(topics: ClusterTopics, topic: str) -> str:
         return await topics.generation(topic)
     except port.NotThere:
         return ""
-
-
-def _message(event: Event) -> tuple[port.Message, int | None]:
-    """Return a message that was read, and what its commit needs."""
-    record = Record.of(event)
-    return record.message(), record.leader_epoch
 
 
 def _fetched(pair: Pair, found: Found | None, left: Search | None) -> port.Message | None:
