@@ -668,17 +668,13 @@ class KafkaReader:
         if event.offset() is None or event.offset() < 0:
             log.info("reads a partition from its first offset", extra=fields)
             if self._metadata:
-                self._leave_metadata(event.partition())
+                # Another relay can then see whose retry log it is before anything has failed.
+                first, _ = _ends(self._consumer, TopicPartition(self._topic, event.partition()), self._timeout_s)
+                behind = TopicPartition(self._topic, event.partition(), first, metadata=self._metadata)
+                self._consumer.commit(offsets=[behind], asynchronous=True)
         else:
             fields["offset"] = event.offset()
             log.error("next offset does not exist; restarting at the first", extra=fields)
-
-    def _leave_metadata(self, partition: int) -> None:
-        """Commit the first offset, so that another relay can see whose retry log it is before anything has failed."""
-        first, _ = _ends(self._consumer, TopicPartition(self._topic, partition), self._timeout_s)
-        self._consumer.commit(
-            offsets=[TopicPartition(self._topic, partition, first, metadata=self._metadata)], asynchronous=True
-        )
 
     def _partitions(self) -> list[TopicPartition]:
         return [TopicPartition(self._topic, each) for each in self._lanes]
