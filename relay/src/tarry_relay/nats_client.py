@@ -440,7 +440,7 @@ class NatsClient:
             self._fail_all(self._denied)
             return
         for each in self._watched:
-            # As the server quotes it, but for unprintable characters
+            # The server quotes the subject like JSON, but for unprintable characters.
             if json.dumps(each.subject, ensure_ascii=False) == denied[2]:
                 each.fail(self._denied())
 
