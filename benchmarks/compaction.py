@@ -161,8 +161,10 @@ class _Topic:
             ):
                 tarry_load.wait_for(client, NAME, "its rows", lambda stats: stats.pending == len(self._left))
                 _sleep_until(max(load.now_ms(), steady.first_due_ms) + PAUSE_MS)
-                alone = _span(self._size.alone_s)
+                alone_from_ms = load.now_ms()
+                _sleep_until(alone_from_ms + 1_000 * self._size.alone_s)
                 began_ms = load.now_ms()
+                alone = (alone_from_ms, began_ms)
                 done = self._run(folder, COMPACT, engine, root, "--topic", NAME, niceness=NICENESS).document
                 merged_s = time.perf_counter()
                 client.add(NAME, last.ledger_id, last.entry_id, deliver_at_ms=last.deliver_at_ms)
@@ -252,13 +254,6 @@ def _together(*parts: load.Rows) -> load.Rows:
         np.concatenate([part.entry_id for part in parts]),
         np.concatenate([part.deliver_at_ms for part in parts]),
     )
-
-
-def _span(seconds: int) -> tuple[int, int]:
-    """Wait for so many seconds; return the beginning and the end (ms)."""
-    from_ms = load.now_ms()
-    _sleep_until(from_ms + 1_000 * seconds)
-    return from_ms, load.now_ms()
 
 
 def _sleep_until(at_ms: int) -> None:

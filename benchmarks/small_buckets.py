@@ -38,7 +38,10 @@ _SEALED_AT_ONCE = 500
 
 def write(bench: workbench.Workbench, root: Path, topic: str, rows: load.Rows, gone: Mask, *, each: int) -> None:
     """Write the rows in buckets of `each`, in their order; those of the mask are gone."""
-    _make_topic(bench, root, topic)
+    with bench.daemon(root) as daemon, tarry.Client(daemon.address) as client:
+        client.create_subscription(topic, SUBSCRIPTION)
+        client.set_policy(topic, FILLED)
+        daemon.terminate()
     store = LocalDirectory(root)
     try:
         opened = Root.open(store)
@@ -59,13 +62,6 @@ def write(bench: workbench.Workbench, root: Path, topic: str, rows: load.Rows, g
                 sealed.clear()
     finally:
         store.close()
-
-
-def _make_topic(bench: workbench.Workbench, root: Path, topic: str) -> None:
-    with bench.daemon(root) as daemon, tarry.Client(daemon.address) as client:
-        client.create_subscription(topic, SUBSCRIPTION)
-        client.set_policy(topic, FILLED)
-        daemon.terminate()
 
 
 def _buckets(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 
 import tarry
 from benchmarks import load, redis_load, report, tarry_load, workbench
@@ -49,9 +48,10 @@ def _tarry(bench: workbench.Workbench, rounds: workbench.Rounds, rows: load.Rows
         rounds.check_count(f"tarry, {name}", added.accepted, len(rows))
         status = daemon.terminate()
         rounds.check(f"tarry, {name}", f"the daemon ended with status {status}" if status else None)
+        root_bytes = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
         return {
             f"tarry, {name}, buckets": stats.bucket_bytes / (stats.pending - stats.mutable_rows),
-            f"tarry, {name}, whole root after a stop": _bytes_beneath(root) / len(rows),
+            f"tarry, {name}, whole root after a stop": root_bytes / len(rows),
         }
 
 
@@ -69,7 +69,3 @@ def _redis(bench: workbench.Workbench, rounds: workbench.Rounds, rows: load.Rows
             f"redis, {name}, AOF": written / len(rows),
             f"redis, {name}, AOF rewritten": server.stored_bytes("appendonlydir/*") / len(rows),
         }
-
-
-def _bytes_beneath(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())

@@ -126,9 +126,10 @@ def _turn(
         if case != NO_FAULTS and not failed:
             rounds.check(case, "no request has failed: it shows nothing")
     figures: dict[str, float] = {f"{phase}, {case}, s": value for phase, value in phases.items()}
+    slots = {each.key for each in asked if each.kind == "get" and each.key.startswith(names.LOGS_PREFIX)}
     figures |= {
         f"first hand-out, {case}, s": seconds,
-        f"slots read, {case}, slots": _slots_read(asked),
+        f"slots read, {case}, slots": len(slots),
     }
     if case == NO_FAULTS:
         return figures | {f"{kind} of a takeover, requests": number for kind, number in of_takeover(asked).items()}
@@ -189,10 +190,6 @@ def of_takeover(requests: list[failing_store.Request]) -> Mapping[str, int]:
     log = key.rpartition("/")[0]
     begin = max(number for number, each in enumerate(requests[:fence]) if each.key == f"{log}/")
     return Counter(each.kind for each in requests[begin : max(claims.values()) + 1])
-
-
-def _slots_read(requests: list[failing_store.Request]) -> int:
-    return len({each.key for each in requests if each.kind == "get" and each.key.startswith(names.LOGS_PREFIX)})
 
 
 # ---- the callers

@@ -184,7 +184,10 @@ class FileLog(SlotLog):
         if self._lock_file is not None:
             return
         if may_make:
-            self._make_folder()
+            for folder in (self._folder.parent, self._folder):
+                with suppress(FileExistsError):
+                    os.mkdir(folder, _FOLDER_MODE)
+                self._synchronise_folder(folder.parent)
         path = self._folder / LOCK_FILE
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, _MODE)
@@ -204,12 +207,6 @@ class FileLog(SlotLog):
             os.close(file)
             raise
         self._lock_file, self._read_last = file, None
-
-    def _make_folder(self) -> None:
-        for folder in (self._folder.parent, self._folder):
-            with suppress(FileExistsError):
-                os.mkdir(folder, _FOLDER_MODE)
-            self._synchronise_folder(folder.parent)
 
     def _cut_torn(self) -> None:
         """Cut off the torn end: with the lock held, no other process will complete it."""

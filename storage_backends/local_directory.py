@@ -177,10 +177,13 @@ class LocalDirectory(ObjectStore):
         with self._usable(key):
             with self._temporary(body, metadata) as temporary:
                 existed = not self._link(temporary, path, key)
-            with _outcome_unknown(key):
+            try:
                 if existed:
                     self._synchronise_file(path)
                 self._synchronise_folder(path.parent)
+            except OSError as error:
+                # The name exists, and may not survive.
+                raise OutcomeUnknown(key, str(error)) from error
         if existed:
             raise AlreadyExists(key, "exists")
 
@@ -337,15 +340,12 @@ class LocalDirectory(ObjectStore):
         if len(self._known_folders) >= _KNOWN_FOLDERS_MAX or len(self._held_folders) >= _HELD_FOLDERS_MAX:
             self._forget_folders()
         if held is not None:
-            self._hold(folder, held)
+            with self._holding:
+                former = self._held_folders.get(folder)
+                self._held_folders[folder] = held
+            if former is not None:
+                os.close(former)
         self._known_folders.add(folder)
-
-    def _hold(self, folder: Path, file: int) -> None:
-        with self._holding:
-            former = self._held_folders.get(folder)
-            self._held_folders[folder] = file
-        if former is not None:
-            os.close(former)
 
     def _is_as_known(self, folder: Path) -> bool:
         """Return whether the folder of this name is still the one that was synchronised in its parent."""
@@ -587,15 +587,6 @@ def _write(file: int, *parts: bytes) -> None:
         rest = memoryview(part)
         while rest:
             rest = rest[os.write(file, rest) :]
-
-
-@contextmanager
-def _outcome_unknown(key: str) -> Iterator[None]:
-    """Report a failure to synchronise as an unknown outcome: the name is there, and may not survive."""
-    try:
-        yield
-    except OSError as error:
-        raise OutcomeUnknown(key, str(error)) from error
 
 
 @contextmanager

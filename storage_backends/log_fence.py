@@ -157,7 +157,11 @@ def fence_log(
 def _patiently(slots: SlotLog, step: Step, delays_s: Iterator[float], sleep: Callable[[float], None]) -> Any:
     while True:
         try:
-            return _perform(slots, step)
+            if isinstance(step, ListHighest):
+                return slots.highest()
+            if isinstance(step, ReadOne):
+                return read_one(slots, step.number)
+            return _create(slots, step)
         except LogHeld:
             raise
         except (object_store.StoreUnavailable, object_store.OutcomeUnknown) as error:
@@ -166,14 +170,6 @@ def _patiently(slots: SlotLog, step: Step, delays_s: Iterator[float], sleep: Cal
                 raise
             log.warning("a log is not fenced yet: %s", error)
         sleep(delay_s)
-
-
-def _perform(slots: SlotLog, step: Step) -> int | LogSlot | bool | None:
-    if isinstance(step, ListHighest):
-        return slots.highest()
-    if isinstance(step, ReadOne):
-        return read_one(slots, step.number)
-    return _create(slots, step)
 
 
 def ended_at(logs: SlotLogs, log_id: str) -> int | None:

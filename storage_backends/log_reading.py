@@ -145,7 +145,11 @@ class ShardSections:
         for each in self._ranges:
             through = self._last_slot(each, ends)
             for slot in range(max(each.first_slot, last + 1), through + 1):
-                self._check(each, slot)
+                found = self._found.get(slot)
+                if found is None:
+                    raise self._damaged(each, slot, "it is missing")
+                if found.epoch != each.epoch:
+                    raise self._damaged(each, slot, f"it is of epoch {found.epoch}, not {each.epoch}")
             if each.first_slot > last + 1:
                 raise self._damaged(each, last + 1, "no range has it")
             last = max(last, through)
@@ -163,13 +167,6 @@ class ShardSections:
             return each.last_slot
         head = ends[each.log_id].heads.get(self._shard, Head(0, 0))
         return head.last_slot if head.epoch == each.epoch else each.first_slot - 1
-
-    def _check(self, each: LogRange, slot: int) -> None:
-        found = self._found.get(slot)
-        if found is None:
-            raise self._damaged(each, slot, "it is missing")
-        if found.epoch != each.epoch:
-            raise self._damaged(each, slot, f"it is of epoch {found.epoch}, not {each.epoch}")
 
     def _damaged(self, each: LogRange, slot: int, detail: str) -> object_store.Damaged:
         """Return the error that names the slots of the log between which the section must lie."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Generic, TypeVar
 
-from storage_backends.formats.manifest import ShardManifest, Tombstone, TopicManifest
+from storage_backends.formats.manifest import ShardManifest, TopicManifest
 
 Collected = TypeVar("Collected", ShardManifest, TopicManifest)
 
@@ -73,14 +73,13 @@ class CollectTombstones(Generic[Collected]):
     def apply(self, tip: Collected | None) -> Collected:
         tip = _existing(tip)
         left = tuple(
-            self._tried(tombstone) for tombstone in tip.tombstones if tombstone.object.name not in self._dropped
+            dataclasses.replace(tombstone, attempts=tombstone.attempts + 1)
+            if tombstone.object.name in self.failed
+            else tombstone
+            for tombstone in tip.tombstones
+            if tombstone.object.name not in self._dropped
         )
         return dataclasses.replace(tip, tombstones=left)
-
-    def _tried(self, tombstone: Tombstone) -> Tombstone:
-        if tombstone.object.name not in self.failed:
-            return tombstone
-        return dataclasses.replace(tombstone, attempts=tombstone.attempts + 1)
 
     def landed(self, tip: Collected) -> bool:
         return bool(self._dropped) and self._dropped.isdisjoint(_buried(tip))

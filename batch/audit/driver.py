@@ -506,7 +506,9 @@ class _Wave:
             if isinstance(tip, TopicManifest) and self._by_shard:
                 self._check_against_shard(place, tip)
         except object_store.StoreError as error:
-            self._unreadable(place, topic, error)
+            # Damage of a tip has a finding of its own.
+            if not isinstance(error, object_store.Damaged):
+                self._audit.find(Kind.UNREADABLE, Severity.ERROR, error.key, error.reason, place=place, topic=topic)
 
     def _check_nothing(self, sequence: _Sequence) -> None:
         """Check a place that has objects and no listed manifest, which may have been created since."""
@@ -538,11 +540,6 @@ class _Wave:
         if tip.applied > shard.checkpoint_slot:
             self._audit.knows_applied(place.shard, AppliedTopic(key=key, topic=tip.topic, applied=tip.applied))
 
-    def _unreadable(self, place: Place, topic: str, error: object_store.StoreError) -> None:
-        # Damage of a tip has a finding of its own.
-        if not isinstance(error, object_store.Damaged):
-            self._audit.find(Kind.UNREADABLE, Severity.ERROR, error.key, error.reason, place=place, topic=topic)
-
     # ---- objects
 
     def _read_objects(self, records: Sequence[Item]) -> None:
@@ -558,7 +555,9 @@ class _Wave:
             topic = tip.topic if isinstance(tip, TopicManifest) else ""
             items += division.unnamed_items(place, topic, unnamed)
             if unnamed and tip is not None:
-                leftovers.setdefault(place.shard, []).append((place, tuple(self._unnamed(place.shard, unnamed))))
+                modified_ms = next(each.modified_ms for each in self._shards if each.shard == place.shard)
+                found = (Unnamed(key, base, size, modified_ms[key]) for key, (base, size) in unnamed.items())
+                leftovers.setdefault(place.shard, []).append((place, tuple(found)))
             if isinstance(tip, TopicManifest) and len(tip.live) > 1:
                 twice.append((TwiceRun((place,)), OBJECT_BYTES * len(tip.live)))
         request = self._audit.request
@@ -574,8 +573,3 @@ class _Wave:
         ]
         for _ in self._audit.do("reading objects", jobs):
             pass
-
-    def _unnamed(self, shard: int, found: dict[str, tuple[int, int]]) -> Iterator[Unnamed]:
-        modified_ms = next(each.modified_ms for each in self._shards if each.shard == shard)
-        for key, (base, size_bytes) in found.items():
-            yield Unnamed(key, base, size_bytes, modified_ms[key])

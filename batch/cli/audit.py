@@ -64,9 +64,9 @@ def audit(ctx: click.Context, shared: Shared, *, sample: float, output_file: Pat
       tarry-spark audit --config /etc/tarry/tarryd.toml --engine local
       tarry-spark audit --store s3://delays/root --json --sample 0.05
     """
-    store = store_of(shared.settings)
+    store, place = store_of(shared.settings), shared.settings.store
     request = driver.Request(
-        store=_name_of(shared),
+        store=place.path if place.kind == "local" else f"s3://{place.s3.bucket}/{place.s3.prefix}".rstrip("/"),
         limits=driver.Limits.of(shared.settings),
         topics=shared.topics,
         sample=sample,
@@ -93,11 +93,6 @@ def audit(ctx: click.Context, shared: Shared, *, sample: float, output_file: Pat
     else:
         _show(report)
     ctx.exit(1 if report.errors else 0)
-
-
-def _name_of(shared: Shared) -> str:
-    place = shared.settings.store
-    return place.path if place.kind == "local" else f"s3://{place.s3.bucket}/{place.s3.prefix}".rstrip("/")
 
 
 def _show(report: Report) -> None:

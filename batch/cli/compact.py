@@ -20,7 +20,6 @@ from batch.cli import options
 from batch.cli.options import Shared
 from batch.compaction import job, merge_task, plan, tally
 from batch.compaction.tally import Advance, Summary
-from batch.engine.engine_port import TaskEngine
 from batch.engine.job_settings import store_of
 from batch.engine.root import Root
 
@@ -175,7 +174,9 @@ def _run(shared: Shared, asked: job.Options, *, dry_run: bool) -> Summary:
         if not dry_run:
             engine = stack.enter_context(shared.open_engine("compact", preload=("batch.compaction.merge_task",)))
             if shared.engine == "spark":
-                _start_workers(engine)
+                # Its workers start with their first tasks, and the job finds them running.
+                for _ in engine.run(merge_task.ready, range(engine.parallelism), lambda ended: None):
+                    pass
         root = Root.open(store_of(shared.settings))
         # After the engine: Spark sets handlers of its own.
         stack.enter_context(_signals(stop))
@@ -189,12 +190,6 @@ def _run(shared: Shared, asked: job.Options, *, dry_run: bool) -> Summary:
             stop=stop,
             watch=lambda advance: _show_advance(show, advance),
         )
-
-
-def _start_workers(engine: TaskEngine) -> None:
-    """Start Spark's workers, which start with their first tasks, so that the job finds them running."""
-    for _ in engine.run(merge_task.ready, range(engine.parallelism), lambda ended: None):
-        pass
 
 
 @contextlib.contextmanager

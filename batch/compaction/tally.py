@@ -549,13 +549,10 @@ def _add(registry: prometheus_client.CollectorRegistry, summary: Summary) -> Non
         family = prometheus_client.Gauge(name, help_text, [label], registry=registry)
         for value_name, value in values.items():
             family.labels(value_name).set(value)
+    unreadable = sum(bool(topic.error) for topic in summary.topic_results)
     for name, help_text, value in (
         ("tarry_compaction_duration_seconds", "Duration of the last compaction (seconds).", seconds.total),
         ("tarry_compaction_topics", "Topics that the last compaction read.", summary.topics),
-        ("tarry_compaction_topics_unreadable", "Topics that the last compaction could not read.", _unreadable(summary)),
+        ("tarry_compaction_topics_unreadable", "Topics that the last compaction could not read.", unreadable),
     ):
         prometheus_client.Gauge(name, help_text, registry=registry).set(value)
-
-
-def _unreadable(summary: Summary) -> int:
-    return sum(1 for topic in summary.topic_results if topic.error)

@@ -28,7 +28,6 @@ from storage_backends.formats import index_ids
 from storage_backends.formats.manifest import Subscription, TopicManifest
 from storage_backends.formats.position_bitmap import (
     NO_POSITIONS,
-    PositionBitmap,
     PositionSet,
     position_bitmaps,
     positions_of,
@@ -196,7 +195,9 @@ class Decisions:
                 if record.subscription_id in self._ids:
                     self.dead_letters[record.subscription_id].came(_dead_letters_of(record))
             case WaiveRecord() if record.subscription_id in self._ids:
-                self._waived(record.subscription_id, record.positions, slot)
+                positions = positions_of(record.positions)
+                waived = Settled(self._at, self._entitled(slot), record.subscription_id, *positions, None)
+                self._decided(index_ids.SHARED).settled.append(waived)
             case NackRecord() if record.subscription_id in self._ids:
                 if record.added:
                     self._added(record.index_id, record.rows)
@@ -245,10 +246,6 @@ class Decisions:
                 rows.deliver_at_ms,
             )
         )
-
-    def _waived(self, by: int, positions: Iterable[PositionBitmap], slot: int) -> None:
-        waived = Settled(self._at, self._entitled(slot), by, *positions_of(positions), None)
-        self._decided(index_ids.SHARED).settled.append(waived)
 
     def _entitled(self, slot: int) -> int:
         """Return how many subscriptions were created before the slot."""

@@ -7,10 +7,11 @@ writes only what is committed through it. `topic_contents` says what a topic hol
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import ulid
@@ -92,14 +93,11 @@ class Root:
 
     def listed(self, shard: int) -> list[TopicPlace]:
         """Return the topics that a shard lists. Objects that belong to no topic are ignored."""
-        return [TopicPlace(shard, topic_id) for topic_id in sorted(set(self._listed_ids(shard)))]
-
-    def _listed_ids(self, shard: int) -> Iterator[str]:
+        found: set[str] = set()
         for entry in self.store.list(names.topics_prefix(shard)):
-            try:
-                yield names.topic_id_of(entry.key)
-            except format_errors.FormatError:
-                continue
+            with contextlib.suppress(format_errors.FormatError):
+                found.add(names.topic_id_of(entry.key))
+        return [TopicPlace(shard, topic_id) for topic_id in sorted(found)]
 
     def log(self, place: TopicPlace) -> commit.ManifestLog[TopicManifest]:
         """Return the manifests of a topic."""

@@ -222,7 +222,9 @@ class ShardReading:
                     self._begin()
                 found = read()
                 self._read_on()
-                return found, self._by_topic()
+                loaded = None if self._begun is None else self._begun.loaded.checkpoint
+                slots = ((each.slot, each.records) for tail in self._tails() for each in tail.sections)
+                return found, checkpoints.tails_of(loaded, slots, only=self._only)
             except _OvertakenError:
                 log.info("shard %d changed while it was read (reading %d)", self._shard, attempt)
                 self._begun, self._more = None, []
@@ -234,11 +236,6 @@ class ShardReading:
     def _tails(self) -> list[ShardTail]:
         return [] if self._begun is None else [self._begun.tail, *self._more]
 
-    def _by_topic(self) -> Mapping[str, TopicTail]:
-        loaded = None if self._begun is None else self._begun.loaded.checkpoint
-        slots = ((each.slot, each.records) for tail in self._tails() for each in tail.sections)
-        return checkpoints.tails_of(loaded, slots, only=self._only)
-
     def _begin(self) -> None:
         tip = self._tip()
         if tip is None:
@@ -249,7 +246,11 @@ class ShardReading:
             tail = read_tail(self._logs, tip, loaded.slot)
         except (Damaged, NotFound):
             newer = self._tip()
-            if newer is None or newer.checkpoint != tip.checkpoint or _says_other_than(tip, newer):
+            if (
+                newer is None
+                or newer.checkpoint != tip.checkpoint
+                or log_reading.judged(tip, newer) is not Verdict.STANDS
+            ):
                 raise _OvertakenError from None
             raise
         self._begun = Beginning(tip, loaded, tail)
@@ -291,10 +292,6 @@ class ShardReading:
 
 def _checkpoint_of(root: Root, tip: ShardManifest) -> LoadedCheckpoint:
     return checkpoints.read_newest(root.store, tip, damaged=_ignored)
-
-
-def _says_other_than(read_by: ShardManifest, now: ShardManifest) -> bool:
-    return log_reading.judged(read_by, now) is not Verdict.STANDS
 
 
 def _ignored(key: str) -> None:

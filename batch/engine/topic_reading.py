@@ -153,7 +153,8 @@ class _TopicReading:
     def state(self) -> TopicContents:
         manifest = self._manifest
         part = counting_part(manifest, self._tail)
-        named = self._reading.checkpoint_key if part is not None else self._manifest_key
+        reading = self._reading
+        named = reading.checkpoint_key if part is not None else reading.root.log(self._place).key(self._tip.number)
         stored = bucket_reading.progress_of(self._store, manifest) if part is None else part.progress
         decisions = Decisions(manifest)
         try:
@@ -168,11 +169,13 @@ class _TopicReading:
             self._index(decisions, index_id, buckets.get(index_id, []), loose.get(index_id))
             for index_id in sorted({*buckets, *(events.index_id for events in decisions.indexes)})
         ]
+        by_name = {bucket.live.object.name: bucket for index in indexes for bucket in index.buckets}
         return TopicContents(
             place=self._place,
             tip=self._tip,
             applied_slot=max(manifest.applied, self._reading.last_slot),
-            buckets=self._in_order(bucket for index in indexes for bucket in index.buckets),
+            # In the manifest's order, without those of deleted indexes
+            buckets=tuple(by_name[live.object.name] for live in manifest.live if live.object.name in by_name),
             unsealed=tuple(index.unsealed for index in indexes if len(index.unsealed.rows)),
             subscriptions=tuple(
                 SubscriptionContents(
@@ -185,15 +188,6 @@ class _TopicReading:
                 for each in manifest.subscriptions
             ),
         )
-
-    @property
-    def _manifest_key(self) -> str:
-        return self._reading.root.log(self._place).key(self._tip.number)
-
-    def _in_order(self, buckets: Iterator[BucketState]) -> tuple[BucketState, ...]:
-        """Sort buckets in the manifest's order, without those of deleted indexes."""
-        by_name = {bucket.live.object.name: bucket for bucket in buckets}
-        return tuple(by_name[live.object.name] for live in self._manifest.live if live.object.name in by_name)
 
     def _decoded(self, slot: CarriedSlot) -> list[Record]:
         try:

@@ -45,7 +45,9 @@ class OutputFile:
         """Put the temporary file, which is complete, in place. Raises Unwritable if that fails."""
         with self._refusing():
             # Only the owner may read a temporary file; this one becomes like any other file.
-            self.temporary.chmod(0o666 & ~_umask())
+            umask = os.umask(0)
+            os.umask(umask)
+            self.temporary.chmod(0o666 & ~umask)
             self.temporary.replace(self.path)
         self._complete = True
 
@@ -61,9 +63,3 @@ class OutputFile:
             yield
         except OSError as error:
             raise Unwritable(f"cannot write {self.path}: {error.strerror or error}") from error
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask

@@ -80,7 +80,10 @@ class TarryDataSource(DataSource):
             raise SettingsError("option store and a path are both set; set only one")
         if "topic" in given and "topics" in given:
             raise SettingsError("option topic and option topics are both set; set only one")
-        self._prune = _flag(_PRUNE, given.get(_PRUNE, "false"))
+        prune = given.get(_PRUNE, "false")
+        if prune.lower() not in ("true", "false"):
+            raise SettingsError(f"option {_PRUNE} is {prune}; it must be true or false")
+        self._prune = prune.lower() == "true"
         self._topics = (given["topic"],) if "topic" in given else _topics_of(given.get("topics"))
         self._settings = job_settings.load(
             Path(given["config"]) if "config" in given else None,
@@ -114,12 +117,6 @@ def register(spark: SparkSession) -> None:
     """
     pushing = str(spark.conf.get(PUSHDOWN)).lower() == "true"
     spark.dataSource.register(PushingTarryDataSource if pushing else TarryDataSource)
-
-
-def _flag(name: str, value: str) -> bool:
-    if value.lower() not in ("true", "false"):
-        raise SettingsError(f"option {name} is {value}; it must be true or false")
-    return value.lower() == "true"
 
 
 def _topics_of(listed: str | None) -> tuple[str, ...] | None:

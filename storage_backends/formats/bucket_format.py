@@ -228,7 +228,11 @@ def encode_bucket(
         raise ValueError("a bucket has at least one row")
     if bool((rows.deliver_at_ms[1:] < rows.deliver_at_ms[:-1]).any()):
         raise ValueError("the rows of a bucket must be sorted by deliver_at_ms")
-    compatible = compatible and _can_be_compatible(rows, subscription_id)
+    compatible = (
+        compatible
+        and not index_ids.is_of_batch_parts(subscription_id)
+        and int(rows.entry_id.max()) < _COMPATIBLE_ENTRY_ID_END
+    )
     parts = [rows.take(slice(start, end)) for start, end in segment.cut(rows.deliver_at_ms, limits)]
     if positions is None:
         positions = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
@@ -259,10 +263,6 @@ def encode_bucket(
         hash_high=hash_high,
         compatible=compatible,
     )
-
-
-def _can_be_compatible(rows: Rows, index_id: int) -> bool:
-    return not index_ids.is_of_batch_parts(index_id) and int(rows.entry_id.max()) < _COMPATIBLE_ENTRY_ID_END
 
 
 def _list_segments(metadata: bucket_pb2.SnapshotMetadata, parts: Sequence[Rows], compatible: bool) -> None:

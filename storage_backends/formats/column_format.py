@@ -57,18 +57,15 @@ def encode_u32(values: U32, zstd: zstandard.ZstdCompressor | None = None) -> byt
 
 def _plain(values: U64) -> bytes:
     if len(values) <= _FEW:
-        return _plain_of_few(values.tolist())
+        few = values.tolist()
+        least = min(few)
+        width = _width(max(few) - least)
+        header = _HEADER.pack(width, least)
+        return header + b"".join([(value - least).to_bytes(width, "little") for value in few]) if width else header
     base = values.min()
     offsets = values - base
     width = _width(int(offsets.max()))
     return _HEADER.pack(width, int(base)) + _row_major(offsets, width)
-
-
-def _plain_of_few(values: list[int]) -> bytes:
-    base = min(values)
-    width = _width(max(values) - base)
-    header = _HEADER.pack(width, base)
-    return header + b"".join([(value - base).to_bytes(width, "little") for value in values]) if width else header
 
 
 def _dense(values: U64, zstd: zstandard.ZstdCompressor) -> bytes:

@@ -36,7 +36,9 @@ def key_hash(keys: Key | Iterable[Key] = None, *, ordering_keys: Key | Iterable[
             f"ordering_keys has {len(before_them)} rows and keys has {len(of_messages)}; give as many, or one"
         )
     pairs = zip(_for_each(before_them, rows), _for_each(of_messages, rows), strict=True)
-    return np.fromiter((_hash(key if first is None else first) for first, key in pairs), dtype=np.uint32, count=rows)
+    chosen = (key if first is None else first for first, key in pairs)
+    hashes = (0 if key is None else mmh3.hash(key, 0, signed=False) for key in chosen)
+    return np.fromiter(hashes, dtype=np.uint32, count=rows)
 
 
 def _listed(keys: Key | Iterable[Key]) -> list[Key]:
@@ -45,7 +47,3 @@ def _listed(keys: Key | Iterable[Key]) -> list[Key]:
 
 def _for_each(keys: list[Key], rows: int) -> Iterable[Key]:
     return itertools.repeat(keys[0], rows) if len(keys) == 1 else keys
-
-
-def _hash(key: Key) -> int:
-    return 0 if key is None else mmh3.hash(key, 0, signed=False)

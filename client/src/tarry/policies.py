@@ -181,7 +181,10 @@ class TopicPolicy:
             if message.HasField(field.name)  # type: ignore[arg-type]
         }
         if (form := values.pop("bucket_form", None)) is not None:
-            values["bucket_form"] = _bucket_form(form)
+            try:
+                values["bucket_form"] = BucketForm(form)
+            except ValueError:
+                raise errors.Internal(f"bucket_form is {form}; this version of the client does not know it") from None
         return TopicPolicy(**values)
 
 
@@ -271,10 +274,3 @@ def _set(
         setattr(message, name, value)
     except (TypeError, ValueError) as wrong:
         raise errors.InvalidArgument(f"{name} is {value!r}; the field cannot hold it: {wrong}") from wrong
-
-
-def _bucket_form(number: int) -> BucketForm:
-    try:
-        return BucketForm(number)
-    except ValueError:
-        raise errors.Internal(f"bucket_form is {number}; this version of the client does not know it") from None

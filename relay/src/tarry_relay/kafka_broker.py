@@ -575,9 +575,10 @@ class KafkaReader:
             if event.error() is not None:
                 self._look(event)
             elif (lane := self._lanes.get(event.partition())) is not None:
-                message, receipt = _message(event)
+                record = Record.of(event)
+                message = record.message()
                 size_bytes += message.size_bytes
-                read.append(port.Read(event.partition(), event.offset(), message, lane, receipt))
+                read.append(port.Read(event.partition(), event.offset(), message, lane, record.leader_epoch))
             if len(read) >= rows_max or size_bytes >= self._bytes_max:
                 return
             event = self._early.popleft() if self._early else self._consumer.poll(0)
@@ -667,17 +668,13 @@ class KafkaReader:
         if event.offset() is None or event.offset() < 0:
             log.info("reads a partition from its first offset", extra=fields)
             if self._metadata:
-                self._leave_metadata(event.partition())
+                # Another relay can then see whose retry log it is before anything has failed.
+                first, _ = _ends(self._consumer, TopicPartition(self._topic, event.partition()), self._timeout_s)
+                behind = TopicPartition(self._topic, event.partition(), first, metadata=self._metadata)
+                self._consumer.commit(offsets=[behind], asynchronous=True)
         else:
             fields["offset"] = event.offset()
             log.error("next offset does not exist; restarting at the first", extra=fields)
-
-    def _leave_metadata(self, partition: int) -> None:
-        """Commit the first offset, so that another relay can see whose retry log it is before anything has failed."""
-        first, _ = _ends(self._consumer, TopicPartition(self._topic, partition), self._timeout_s)
-        self._consumer.commit(
-            offsets=[TopicPartition(self._topic, partition, first, metadata=self._metadata)], asynchronous=True
-        )
 
     def _partitions(self) -> list[TopicPartition]:
         return [TopicPartition(self._topic, each) for each in self._lanes]
@@ -796,12 +793,6 @@ async def _generation_now(topics: ClusterTopics, topic: str) -> str:
         return await topics.generation(topic)
     except port.NotThere:
         return ""
-
-
-def _message(event: Event) -> tuple[port.Message, int | None]:
-    """Return a message that was read, and what its commit needs."""
-    record = Record.of(event)
-    return record.message(), record.leader_epoch
 
 
 def _fetched(pair: Pair, found: Found | None, left: Search | None) -> port.Message | None:

@@ -357,7 +357,9 @@ class NatsReader:
                 read = await self._come(inbox, 1, until_s)
         except port.Unreachable:
             # The consumer may be gone, with the stream or alone; the next call finds out.
-            await self._leave()
+            left, self._inbox, self._pull = self._inbox, None, None
+            if left is not None:
+                await self._client.leave(left)
             raise
         return port.Portion(read)
 
@@ -407,11 +409,6 @@ class NatsReader:
             await self._client.api(f"CONSUMER.DELETE.{stream}.{durable}")
             port.must_be_same(f"stream {stream}", generation, now)
         return await self._client.listen(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{durable}")
-
-    async def _leave(self) -> None:
-        inbox, self._inbox, self._pull = self._inbox, None, None
-        if inbox is not None:
-            await self._client.leave(inbox)
 
     async def _ask_for(self, inbox: nats_client.Inbox, rows_max: int, wait_s: float, *, no_wait: bool) -> None:
         """Send a pull, unless the last one has not ended, which then continues."""

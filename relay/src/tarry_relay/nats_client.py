@@ -440,7 +440,8 @@ class NatsClient:
             self._fail_all(self._denied)
             return
         for each in self._watched:
-            if _quoted(each.subject) == denied[2]:
+            # The server quotes the subject like JSON, but for unprintable characters.
+            if json.dumps(each.subject, ensure_ascii=False) == denied[2]:
                 each.fail(self._denied())
 
     def _denied(self) -> Failed:
@@ -644,11 +645,6 @@ def _tls(broker: relay_settings.Nats) -> ssl.SSLContext | None:
     except OSError as error:
         raise relay_settings.SettingsError(f"broker.ca_file, cert_file or key_file: {error}") from error
     return tls
-
-
-def _quoted(subject: str) -> str:
-    """Return a subject as the server quotes it; the two differ only in unprintable characters."""
-    return json.dumps(subject, ensure_ascii=False)
 
 
 def _text(error: BaseException) -> str:

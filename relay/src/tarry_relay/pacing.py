@@ -107,16 +107,13 @@ class Pacing:
         found = self._targets.get(target)
         if found is None:
             if len(self._targets) >= _KNOWN_MAX:
-                self._forget()
+                # Forget targets that take messages; failing ones stay.
+                self._taken_before = max((each.taken for each in self._targets.values()), default=self._taken_before)
+                self._targets = {name: each for name, each in self._targets.items() if each.rest_s}
             per_s = self._limit(target)
             burst = 1.0 if per_s is None else max(1.0, per_s * BURST_S)
             found = self._targets[target] = _Target(per_s, burst, now_s, taken=self._taken_before)
         return found
-
-    def _forget(self) -> None:
-        """Forget the targets that take what they get; failing ones stay."""
-        self._taken_before = max((each.taken for each in self._targets.values()), default=self._taken_before)
-        self._targets = {name: each for name, each in self._targets.items() if each.rest_s}
 
 
 class Search:

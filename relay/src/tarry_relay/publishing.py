@@ -237,7 +237,8 @@ class Publishing:
                 failures = 0
                 self.park(subscription)
             else:
-                self._again(items[len(answers) :])
+                for item in items[len(answers) :]:
+                    self._passage.answer(item, Answer.AGAIN)
                 self._metrics.failed("broker", str(failed))
                 failures = await rest_after(failures)
             await self._queue.tell()
@@ -271,10 +272,6 @@ class Publishing:
         relay = self._settings.relay
         return self._passage.take_to_produce(relay.rows, allowed, relay.memory_bytes // 16)
 
-    def _again(self, items: Sequence[MessageItem]) -> None:
-        for item in items:
-            self._passage.answer(item, Answer.AGAIN)
-
     @contextlib.contextmanager
     def _trying(self, items: Sequence[MessageItem], subscription: Subscription) -> Iterator[None]:
         """Park everything else that waits for these targets, however long they do not answer."""
@@ -300,7 +297,11 @@ class Publishing:
             meaning = answer.meant.meaning
             self._metrics.not_taken(meaning.value, answer.code)
             if meaning is Meaning.REFUSED:
-                self._pacing_of_refusal(item.target)
+                if self._pacing.is_failing(item.target):
+                    # The target answers, so other messages to it continue.
+                    self._pacing.end_rest(item.target)
+                    self._passage.wake_target(item.target)
+                    self._metrics.health.answered("target", item.target)
                 self.refuse(item, self._reason(item, answer.text))
             else:
                 self._not_taken(subscription, item, answer, item.target in takers)
@@ -314,13 +315,6 @@ class Publishing:
         if item.step is Step.FETCHED and item.content.delivery_id is not None:
             self._metrics.late(time.time() - item.content.delivery_id.deliver_at_ms / 1_000)
         self._passage.answer(item, Answer.DONE)
-
-    def _pacing_of_refusal(self, target: str) -> None:
-        """Continue with a target that has refused a message for good, because it answers."""
-        if self._pacing.is_failing(target):
-            self._pacing.end_rest(target)
-            self._passage.wake_target(target)
-            self._metrics.health.answered("target", target)
 
     def _not_taken(self, subscription: Subscription, item: MessageItem, answer: Produced, others_taken: bool) -> None:
         now_s = time.monotonic()

@@ -185,7 +185,9 @@ class RedisBroker:
         with failures("TIME"):
             seconds, us = await self._server.time()
         yield port.finding_of_clock("Redis", seconds * 1_000 + us // 1_000, asked_at_ms)
-        for finding in redis_judgement.findings_of_server(await self._info(), await self._appendfsync()):
+        info, settings = await self._info(), await _told("CONFIG GET", self._server.config_get("appendfsync"))
+        appendfsync = next((_text(value) for value in (settings or {}).values()), None)
+        for finding in redis_judgement.findings_of_server(info, appendfsync):
             yield finding
         for target in self._settings.named_targets():
             yield redis_judgement.finding_of_key("target", target, await _kind(self._server, target))
@@ -231,10 +233,6 @@ class RedisBroker:
     async def _info(self) -> Mapping[str, Any] | None:
         answer: Mapping[str, Any] | None = await _told("INFO", self._server.info())
         return answer
-
-    async def _appendfsync(self) -> str | None:
-        settings = await _told("CONFIG GET", self._server.config_get("appendfsync"))
-        return next((_text(value) for value in (settings or {}).values()), None)
 
 
 class RedisLog(port.FirstGeneration):

@@ -125,7 +125,7 @@ class Relay:
         async with self._client.subscribe(self._topic, relay.subscription, permits=relay.permits) as subscription:
             log.info("relays", extra={"topic": self._topic, "subscription": relay.subscription, "id": relay.id})
             tasks = _Tasks()
-            tasks.start(tasks.intake, self._intake(subscription))
+            tasks.start(tasks.intake, [*map(self._read, self._logs), self._receive(subscription)])
             tasks.start(tasks.work, self._work_loops(subscription))
             tasks.start(tasks.last, self._last_loops(subscription))
             try:
@@ -155,11 +155,6 @@ class Relay:
         self._health.answered("daemon")
 
     # Intake
-
-    def _intake(self, subscription: Subscription) -> Iterable[Coroutine[Any, Any, None]]:
-        for each in self._logs:
-            yield self._read(each)
-        yield self._receive(subscription)
 
     async def _read(self, of: ReadLog) -> None:
         relay = self._settings.relay

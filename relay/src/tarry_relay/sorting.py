@@ -75,7 +75,10 @@ class Sorting:
         if message is None:
             return Sorted(Step.BAD, self._source.dead_letters, reason="the source had lost it when it was read")
         try:
-            self._refuse_repeated(message)
+            for name in message.repeated:
+                if name in msgspec.structs.astuple(self._headers):
+                    # The choice would be arbitrary.
+                    raise Bad(f"header {name} occurs twice")
             withdrawal = self._withdrawal_of(message, read)
             if withdrawal is not None:
                 return Sorted(Step.WITHDRAWAL, "", withdrawal=withdrawal)
@@ -125,12 +128,6 @@ class Sorting:
             if each.allows(target):
                 return each
         return None
-
-    def _refuse_repeated(self, message: port.Message) -> None:
-        """Raise Bad if one of the relay's headers occurs twice: the choice would be arbitrary."""
-        for name in message.repeated:
-            if name in msgspec.structs.astuple(self._headers):
-                raise Bad(f"header {name} occurs twice")
 
     def _withdrawal_of(self, message: port.Message, read: port.Read) -> Withdrawal | None:
         """Return the withdrawal of a message that names another one, or None. Raises Bad."""
@@ -190,9 +187,14 @@ def due_at_ms(message: port.Message, sent_at_ms: int, names: Headers, levels_ms:
     if name == names.deliver_at:
         due_ms = time_ms(name, text)
     elif name == names.delay:
-        due_ms = sent_at_ms + _delay_ms(name, text)
+        delay_ms = relay_settings.delay_ms(text)
+        if delay_ms is None:
+            raise Bad(f"header {name} is {_shown(text)}, which is no delay: {relay_settings.DELAY_FORM}")
+        due_ms = sent_at_ms + delay_ms
+    elif re.fullmatch(r"\d{1,9}", text, re.ASCII) and 1 <= int(text) <= len(levels_ms):
+        due_ms = sent_at_ms + levels_ms[int(text) - 1]
     else:
-        due_ms = sent_at_ms + _of_level(name, text, levels_ms)
+        raise Bad(f"header {name} is {_shown(text)}; it must be from 1 to {len(levels_ms)}")
     if due_ms > TIME_MAX_MS:
         raise Bad(f"header {name} is {text!r}, which is beyond {TIME_MAX_MS} ms of Unix time")
     return due_ms
@@ -224,20 +226,6 @@ def _only_one(message: port.Message, names: Sequence[str]) -> str | None:
     if len(given) > 1:
         raise Bad(f"headers {' and '.join(given)} are given, and only one of them may be")
     return given[0] if given else None
-
-
-def _delay_ms(name: str, text: str) -> int:
-    """Return a delay (ms). Raises Bad."""
-    delay = relay_settings.delay_ms(text)
-    if delay is None:
-        raise Bad(f"header {name} is {_shown(text)}, which is no delay: {relay_settings.DELAY_FORM}")
-    return delay
-
-
-def _of_level(name: str, text: str, levels_ms: list[int]) -> int:
-    if not re.fullmatch(r"\d{1,9}", text, re.ASCII) or not 1 <= int(text) <= len(levels_ms):
-        raise Bad(f"header {name} is {_shown(text)}; it must be from 1 to {len(levels_ms)}")
-    return levels_ms[int(text) - 1]
 
 
 def _shown(text: str) -> str:

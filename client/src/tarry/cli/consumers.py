@@ -113,6 +113,8 @@ def _shown(each: inspection.ConsumerStats) -> tuple[object, ...]:
         # The most blocked first, because a terminal shows no more
         for hashed in sorted(each.draining_hashes, key=lambda hashed: -hashed.blocked_attempts)
     )
+    ranges = tuple(f"{held.first}-{held.last}" for held in each.hash_ranges)
+    listed = sum(held.last - held.first + 1 for held in each.hash_ranges)
     return (
         each.name,
         str(each.instance_id),
@@ -122,17 +124,12 @@ def _shown(each: inspection.ConsumerStats) -> tuple[object, ...]:
         each.permits,
         each.unacked,
         each.slots,
-        _ranges(each),
+        output.Several(ranges, is_all=listed == each.slots),
         _position(each.last_sent_position_when_joining),
         each.draining_hashes_count,
         each.draining_hashes_unacked,
         output.Several(tuple(draining), is_all=len(each.draining_hashes) == each.draining_hashes_count),
     )
-
-
-def _ranges(each: inspection.ConsumerStats) -> output.Several:
-    listed = sum(held.last - held.first + 1 for held in each.hash_ranges)
-    return output.Several(tuple(f"{held.first}-{held.last}" for held in each.hash_ranges), is_all=listed == each.slots)
 
 
 def _position(position: inspection.Position | None) -> str:

@@ -216,16 +216,14 @@ def get(
     _print_batch(leased, as_json=as_json)
     if ack and len(leased):
         connected.ack(topic, subscription, leased)
-    if not as_json:
-        output.note(_what_became(leased, acknowledged=ack))
-
-
-def _what_became(leased: batch.Leased, *, acknowledged: bool) -> str:
+    if as_json:
+        return
     if not len(leased):
-        return "nothing is due"
-    if acknowledged:
-        return f"acknowledged {output.rows_text(len(leased))}"
-    return f"leased {output.rows_text(len(leased))} for {output.duration_text(leased.lease_ms)}"
+        output.note("nothing is due")
+    elif ack:
+        output.note(f"acknowledged {output.rows_text(len(leased))}")
+    else:
+        output.note(f"leased {output.rows_text(len(leased))} for {output.duration_text(leased.lease_ms)}")
 
 
 def _position_options(command: Callable[..., None]) -> Callable[..., None]:
