@@ -174,7 +174,7 @@ class FrozenInUse:
     complete: frozenset[_OfTopic]
 
     def state(self) -> tuple[TopicInUse, ...]:
-        """Return the NACKED positions. O(n): runs in a thread."""
+        """Return the ledgers in use, by topic. O(n): runs in a thread."""
         of_topics: dict[int, list[InUseLedgers]] = {}
         for ledger_type in LedgerType:
             for number, ledgers in _by_topic(ledger_type, self.plain, self.named):
