@@ -7,6 +7,7 @@ server. Both report the resources that they use. The module ends only processes 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -74,14 +76,24 @@ class Usage:
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 on which no process listens."""
+    """Return a port of 127.0.0.1 on which no process listens, and which no other process got from here."""
+    folder = Path(tempfile.gettempdir(), "tarry-ports")
+    folder.mkdir(exist_ok=True)
     while True:
         port = random.choice(_PORTS)
+        # The lock ends with this process: between here and the start of a server another one would get the port, too.
+        taken = os.open(folder / str(port), os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(taken, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(taken)
+            continue
         with socket.socket() as candidate:
             candidate.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 candidate.bind(("127.0.0.1", port))
             except OSError:
+                os.close(taken)
                 continue
         return port
 
