@@ -18,7 +18,7 @@ def settings() -> config.Config:
     return config.load(environment={}, overrides=overrides)
 
 
-async def test_a_topic_s_owner_is_named_whether_the_topic_exists_or_not(edge: Edge, settings: config.Config) -> None:
+async def test_a_topic_s_owner_is_named_whether_the_topic_exists_or_not(edge: Edge) -> None:
     answer = await edge.caller.unary(LOOKUP, pb.LookupTopicRequest(topic="nowhere"))
     assert (answer.owner_address, answer.owner) == ("127.0.0.1:7461", "one")
     assert (answer.epoch, answer.served_here) == (edge.engine.shards[answer.shard].epoch, True)
