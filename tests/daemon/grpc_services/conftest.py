@@ -15,9 +15,15 @@ from google.protobuf import message, message_factory
 from daemon import call_values, config
 from daemon.audit_log import AuditLog
 from daemon.auth import Door
+from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.grpc_services import admission, server
+from daemon.owner.engine import Engine
+from daemon.topic.open_streams import OpenStream
+from daemon.topic.served_topic import ServedTopic
+from storage_backends.memory_store import MemoryStore
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, ledger_deletion_pb2
-from tests._support.fake_engine import FakeEngine
+from tests._support import real_engine
+from tests.daemon.grpc_services._support.watched_calls import WatchedCalls
 
 
 def _answers(*modules: ModuleType) -> dict[str, type[message.Message]]:
@@ -103,12 +109,24 @@ def _encoded(request: message.Message | bytes) -> bytes:
 class Edge:
     """What a test of the edge has at hand."""
 
-    engine: FakeEngine
+    engine: Engine
+    calls: WatchedCalls
     caller: Caller
     server: server.Server
     port: int
     subscribe: Callable[[Caller], Any] = by_stream
     """Begins what carries a subscription."""
+
+    @property
+    def topics(self) -> dict[str, ServedTopic]:
+        return {name: topic for shard in self.engine.shards.values() for name, topic in shard.topics.items()}
+
+    def state(self, topic: str = "t", subscription: str = "s") -> SubscriptionState:
+        return self.topics[topic].subscription(subscription)
+
+    def streams(self, topic: str = "t", subscription: str = "s") -> list[OpenStream]:
+        """The SHARED and KEY_SHARED streams that are open on a subscription."""
+        return self.topics[topic].streams_of(self.state(topic, subscription))
 
 
 @pytest.fixture(scope="session")
@@ -127,8 +145,14 @@ def settings() -> config.Config:
 
 
 @pytest.fixture
-def engine(settings: config.Config) -> FakeEngine:
-    return FakeEngine(settings)
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+async def engine(settings: config.Config, store: MemoryStore) -> AsyncIterator[Engine]:
+    async with real_engine.serving(settings, store=store) as engine:
+        yield engine
 
 
 def admission_of(settings: config.Config) -> admission.Admission:
@@ -139,20 +163,21 @@ def admission_of(settings: config.Config) -> admission.Admission:
 
 @contextlib.asynccontextmanager
 async def serving(
-    engine: FakeEngine, settings: config.Config, let_in: admission.Admission | None = None
+    engine: Engine, settings: config.Config, let_in: admission.Admission | None = None
 ) -> AsyncIterator[Edge]:
     """The edge of an engine."""
+    calls = WatchedCalls(engine.requests)
     endpoint = server.Server(settings, let_in or admission_of(settings))
     port = endpoint.bind()
-    await endpoint.start(cast(Any, engine))
+    await endpoint.start(engine)
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-        yield Edge(engine, Caller(channel), endpoint, port)
+        yield Edge(engine, calls, Caller(channel), endpoint, port)
     await endpoint.drain()
 
 
 @pytest.fixture
-async def edge(engine: FakeEngine, settings: config.Config) -> AsyncIterator[Edge]:
+async def edge(engine: Engine, settings: config.Config) -> AsyncIterator[Edge]:
     async with serving(engine, settings) as served:
         yield served
 

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from tarry.v1 import admin_pb2 as pb
-from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, policy_pb2
+from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2, policy_pb2
 from tests.daemon.grpc_services.conftest import Edge
 
 FAR_MS = 2_000_000_000_000
@@ -58,14 +58,16 @@ async def test_the_form_of_buckets_is_one_of_two_or_the_default(
     edge: Edge, form: policy_pb2.BucketForm.ValueType, stored: bool | None
 ) -> None:
     effective = await set_policy(edge, bucket_form=form)
-    assert edge.engine.topics["t"].policy.compatible_form is stored
+    assert edge.topics["t"].settings.policy.compatible_form is stored
     assert effective.bucket_form == (form or policy_pb2.BUCKET_FORM_COLUMNAR)
 
 
 async def test_a_seal_says_which_bucket_has_how_many_rows(edge: Edge) -> None:
     await add(edge, 1, 2)
     sealed = await edge.caller.unary("Admin/SealBucket", pb.SealBucketRequest(topic="t"))
-    assert (sealed.rows, sealed.bucket) == (2, "bucket-0")
+    listed = await edge.caller.unary("Inspect/ListBuckets", inspect_pb2.ListBucketsRequest(topic="t"))
+    assert [(sealed.rows, sealed.bucket)] == [(each.rows, each.bucket) for each in listed.buckets]
+    assert sealed.rows == 2
     again = await edge.caller.unary("Admin/SealBucket", pb.SealBucketRequest(topic="t"))
     assert (again.rows, again.bucket) == (0, "")
 

@@ -35,7 +35,6 @@ from tarry.v1 import (
 )
 from tests._support import real_engine
 from tests._support.door_files import DoorFiles, door_files, identity, token_of
-from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge, serving
 
 MODULES = (
@@ -196,7 +195,7 @@ async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
     async with (
         contextlib.AsyncExitStack() as stack,
         real_engine.serving(settings) as engine,
-        serving(cast(Any, engine), settings, let_in) as edge,
+        serving(engine, settings, let_in) as edge,
         grpc.aio.secure_channel(f"localhost:{edge.port}", credentials) as channel,
     ):
         stack.callback(audit_log.close)
@@ -494,7 +493,8 @@ async def test_reflection_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
     settings = config.load(environment={}, overrides=overrides)
     credentials = grpc.ssl_channel_credentials(files.ca.read_bytes())
     async with (
-        serving(FakeEngine(settings), settings) as edge,
+        real_engine.serving(settings) as engine,
+        serving(engine, settings) as edge,
         grpc.aio.secure_channel(f"localhost:{edge.port}", credentials) as channel,
     ):
         assert await reflected(Guest(channel, None)) is grpc.StatusCode.OK

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncIterator
 from types import ModuleType
-from typing import Any, cast
 
 import grpc
 import pytest
@@ -18,7 +17,7 @@ from google.protobuf import message
 
 from daemon import config
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
-from tests._support import either_engine
+from tests._support import real_engine
 from tests.daemon.grpc_services import conftest
 from tests.daemon.grpc_services._support import refusals
 from tests.daemon.grpc_services._support.bad_calls import (
@@ -71,15 +70,10 @@ ALL_COVERED = (
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=either_engine.ENGINES)
-async def populated(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[refusals.Populated]:
-    """The table holds for the real engine, and for the one that stands in for it elsewhere. All tests have one topic,
-    since none changes it.
-    """
-    async with (
-        either_engine.serving(request.param, settings) as engine,
-        conftest.serving(cast(Any, engine), settings) as edge,
-    ):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def populated(settings: config.Config) -> AsyncIterator[refusals.Populated]:
+    """One topic for all tests, since none changes it."""
+    async with real_engine.serving(settings) as engine, conftest.serving(engine, settings) as edge:
         yield await refusals.populate(edge)
 
 

@@ -7,14 +7,13 @@ That the tables have every field and every call: `test_bad_input`.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any, cast
 
 import grpc
 import pytest
 import pytest_asyncio
 
 from daemon import config
-from tests._support import either_engine
+from tests._support import real_engine
 from tests.daemon.grpc_services import conftest
 from tests.daemon.grpc_services._support import refusals
 from tests.daemon.grpc_services._support.bad_calls import BAD_CALLS
@@ -28,13 +27,9 @@ from tests.daemon.grpc_services._support.bad_views import BAD_VIEWS
 from tests.daemon.grpc_services._support.bad_withdrawals import BAD_WITHDRAWALS
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=either_engine.ENGINES)
-async def populated(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[refusals.Populated]:
-    """The table holds for the real engine, and for the one that stands in for it elsewhere."""
-    async with (
-        either_engine.serving(request.param, settings) as engine,
-        conftest.serving(cast(Any, engine), settings) as edge,
-    ):
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def populated(settings: config.Config) -> AsyncIterator[refusals.Populated]:
+    async with real_engine.serving(settings) as engine, conftest.serving(engine, settings) as edge:
         yield await refusals.populate(edge)
 
 

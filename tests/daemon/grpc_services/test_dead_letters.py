@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 
-from daemon import config
-from daemon.owner.engine import Engine
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
-from tests._support import either_engine
-from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge
 
 PAIR: dict[str, Any] = {"topic": "t", "subscription": "s"}
 REJECTED = inspect_pb2.DEAD_LETTER_REASON_REJECTED
 TOO_OFTEN = inspect_pb2.DEAD_LETTER_REASON_TOO_OFTEN
 WHOLE = (1 << 32) - 1
-
-
-@pytest.fixture(params=either_engine.ENGINES)
-async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
-    """What is said of the wire holds for the real engine, and for the one that stands in for it elsewhere."""
-    async with either_engine.serving(request.param, settings) as engine:
-        yield engine
 
 
 @pytest.fixture

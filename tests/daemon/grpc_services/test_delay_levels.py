@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 
-from daemon import config
 from daemon.core.index.delay_levels import DEFAULT_TABLE
-from daemon.owner.engine import Engine
 from tarry.v1 import admin_pb2 as pb
 from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2
-from tests._support import either_engine
-from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge
 
 SET, GET = "Admin/SetDelayLevels", "Admin/GetDelayLevels"
 STATS = "Inspect/GetTopicStats"
 STREAM_ADD = "DelayedDelivery/StreamAddMessages"
-
-
-@pytest.fixture(params=either_engine.ENGINES)
-async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
-    async with either_engine.serving(request.param, settings) as engine:
-        yield engine
 
 
 async def get(edge: Edge, topic: str = "t") -> pb.GetDelayLevelsResponse:
@@ -84,7 +73,6 @@ async def test_a_table_beyond_the_limit_on_delays_is_refused_and_the_old_one_sta
     assert (await get(edge)).levels.table == "1s 3650d"
 
 
-@pytest.mark.parametrize("engine", ["real engine"], indirect=True)
 async def test_a_level_beyond_the_limit_on_delays_is_out_of_range(edge: Edge) -> None:
     policy = policy_pb2.TopicPolicy(delay_max_ms=60_000)
     await edge.caller.unary("Admin/SetTopicPolicy", pb.SetTopicPolicyRequest(topic="t", policy=policy))
@@ -96,7 +84,6 @@ async def test_a_level_beyond_the_limit_on_delays_is_out_of_range(edge: Edge) ->
     assert refused.value.code() is grpc.StatusCode.OUT_OF_RANGE
 
 
-@pytest.mark.parametrize("engine", ["real engine"], indirect=True)
 async def test_pending_rows_are_shown_by_level(edge: Edge) -> None:
     add = delayed_delivery_pb2.AddMessagesRequest(
         topic="t", ledger_id=[1], entry_id=range(5), delay_level=[18, 17, 18, 99, 0]

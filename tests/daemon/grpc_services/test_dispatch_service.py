@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,14 +13,15 @@ import grpc
 import pytest
 
 from daemon import config, errors
-from daemon.core.index.bucket import RebuildNeeded
+from daemon.grpc_services import row_answers
+from daemon.owner.engine import Engine
 from storage_backends.formats.manifest import SubscriptionPolicy
+from storage_backends.memory_store import MemoryStore
 from tarry.v1 import delayed_delivery_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
-from tests._support.fake_engine import FakeEngine
-from tests._support.fake_stream import FakeDispatchStream
-from tests._support.fake_topic import EPOCH
 from tests.daemon.grpc_services._support.lanes import by_lane
+from tests.daemon.grpc_services._support.shown_rows import lose_bucket
+from tests.daemon.grpc_services._support.watched_calls import until
 from tests.daemon.grpc_services.conftest import Edge, Stream, by_stream, serving
 
 SHARED = pb.SubscriptionType.SUBSCRIPTION_TYPE_SHARED
@@ -27,7 +29,7 @@ FAR_MS = 2_000_000_000_000
 
 
 @pytest.fixture(params=[by_stream, by_lane], ids=["stream", "lane"])
-async def edge(engine: FakeEngine, settings: config.Config, request: pytest.FixtureRequest) -> AsyncIterator[Edge]:
+async def edge(engine: Engine, settings: config.Config, request: pytest.FixtureRequest) -> AsyncIterator[Edge]:
     async with serving(engine, settings) as served:
         yield dataclasses.replace(served, subscribe=request.param)
 
@@ -63,15 +65,6 @@ def positions(messages: pb.Messages) -> list[tuple[int, int, int]]:
     return list(zip(messages.deliver_at_ms, messages.ledger_id, messages.entry_id, strict=True))
 
 
-def only_stream(edge: Edge) -> FakeDispatchStream:
-    (stream,) = edge.engine.topics["t"].subscriptions["s"].streams
-    return stream
-
-
-async def closed(edge: Edge, stream: FakeDispatchStream) -> None:
-    await edge.engine.until(lambda: stream.closed)
-
-
 async def test_a_subscription_is_created_once_and_deleted(edge: Edge) -> None:
     create = pb.CreateSubscriptionRequest(topic="t", subscription="s")
     first = await edge.caller.unary("Dispatch/CreateSubscription", create)
@@ -89,10 +82,10 @@ async def test_a_subscription_is_created_once_and_deleted(edge: Edge) -> None:
 async def test_due_rows_come_in_order_with_epoch_and_hash_and_never_beyond_the_permits(edge: Edge) -> None:
     await add(edge, (3, 1, 1), (1, 2, 9), (2, 1, 7), (FAR_MS, 1, 8), key_hash=(30, 10, 20, 40))
     stream, answer = await opened(edge, permits=2)
-    assert answer.epoch == EPOCH
+    assert answer.epoch == edge.topics["t"].epoch > 0
     messages = (await stream.receive()).messages
     assert positions(messages) == [(1, 2, 9), (2, 1, 7)]
-    assert (list(messages.key_hash), messages.epoch) == ([10, 20], EPOCH)
+    assert (list(messages.key_hash), messages.epoch) == ([10, 20], answer.epoch)
     await stream.send(pb.SubscribeRequest(flow=pb.Flow(permits=5)))
     assert positions((await stream.receive()).messages) == [(3, 1, 1)]
 
@@ -103,28 +96,30 @@ async def test_rows_without_hash_have_no_hash_column(edge: Edge) -> None:
     assert list((await stream.receive()).messages.key_hash) == []
 
 
-async def test_one_messages_has_ten_thousand_rows_at_most(edge: Edge) -> None:
-    for start in range(0, 12_000, 1000):
-        await add(edge, *((1, 1, entry) for entry in range(start, start + 1000)))
+async def test_one_messages_has_ten_thousand_rows_at_most(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine delivers at least 500 rows at once."""
+    assert row_answers.MESSAGES_ROWS_MAX == 10_000
+    monkeypatch.setattr(row_answers, "MESSAGES_ROWS_MAX", 300)
+    await add(edge, *((1, 1, entry) for entry in range(1_000)))
     stream, _ = await opened(edge, permits=20_000)
     sizes: list[int] = []
     entries: list[int] = []
-    while len(entries) < 12_000:
+    while len(entries) < 1_000:
         messages = (await stream.receive()).messages
         sizes.append(len(messages.entry_id))
         entries += messages.entry_id
-    assert sizes == [10_000, 2_000]
-    assert entries == list(range(12_000))
+    assert max(sizes) == 300
+    assert entries == list(range(1_000))
 
 
 async def test_an_acknowledgement_is_done_when_durable_and_tells_what_it_ignored(edge: Edge) -> None:
     await add(edge, (1, 1, 1), (2, 1, 2))
-    stream, _ = await opened(edge, permits=2)
+    stream, answer = await opened(edge, permits=2)
     assert len((await stream.receive()).messages.entry_id) == 2
     # A position that is not in the backlog, and one with another time.
     await stream.send(acknowledge(11, (1, 1, 1), (1, 1, 99), (7, 1, 2)))
     done = (await stream.receive()).done
-    assert (done.request_id, done.epoch, done.ignored, done.HasField("error")) == (11, EPOCH, 2, False)
+    assert (done.request_id, done.epoch, done.ignored, done.HasField("error")) == (11, answer.epoch, 2, False)
 
 
 async def test_an_acknowledgement_with_id_zero_is_not_answered(edge: Edge) -> None:
@@ -139,7 +134,7 @@ async def test_an_acknowledgement_with_id_zero_is_not_answered(edge: Edge) -> No
 async def test_an_acknowledgement_that_fails_is_answered_in_band(edge: Edge) -> None:
     await add(edge, (1, 1, 1))
     stream, _ = await opened(edge)
-    edge.engine.fail_with = errors.Unavailable("the store does not answer", retry_after_ms=500)
+    edge.calls.fail_with = errors.Unavailable("the store does not answer", retry_after_ms=500)
     await stream.send(acknowledge(3, (1, 1, 1)))
     done = (await stream.receive()).done
     assert (done.request_id, done.error.code) == (3, grpc.StatusCode.UNAVAILABLE.value[0])
@@ -157,14 +152,14 @@ async def test_held_positions_are_in_flight_and_not_sent_again(edge: Edge) -> No
 async def test_a_half_closed_stream_gets_its_answers_and_nothing_new(edge: Edge) -> None:
     await add(edge, (1, 1, 1))
     stream, _ = await opened(edge)
-    edge.engine.hold = asyncio.Event()
+    edge.calls.hold = asyncio.Event()
     await stream.send(acknowledge(8, (1, 1, 1)))
     await stream.done_sending()
-    edge.engine.hold.set()
+    edge.calls.hold.set()
     assert (await stream.receive()).done.request_id == 8
     with pytest.raises(EOFError):
         await stream.receive()
-    assert edge.engine.topics["t"].subscriptions["s"].streams == []
+    assert not edge.streams()
 
 
 @pytest.mark.parametrize("how", ["cancel", "half-close", "connection"])
@@ -172,58 +167,54 @@ async def test_the_engine_s_stream_is_closed_however_the_call_ends(edge: Edge, h
     await add(edge, (1, 1, 1))
     stream, _ = await opened(edge, permits=1)
     await stream.receive()
-    engine_stream = only_stream(edge)
-    assert edge.engine.topics["t"].subscriptions["s"].in_flight
+    assert edge.state().in_flight
     if how == "cancel":
         stream.call.cancel()
     elif how == "half-close":
         await stream.done_sending()
     else:
         await edge.caller.channel.close()
-    await closed(edge, engine_stream)
-    assert not edge.engine.topics["t"].subscriptions["s"].in_flight
+    await until(lambda: not edge.streams())
+    assert not edge.state().in_flight
 
 
 async def test_a_caller_that_goes_away_while_its_stream_opens_leaves_none_open(edge: Edge) -> None:
     await add(edge, (1, 1, 1))
     await edge.caller.unary("Dispatch/CreateSubscription", pb.CreateSubscriptionRequest(topic="t", subscription="s"))
-    edge.engine.hold = asyncio.Event()
-    begun = edge.engine.calls_begun
+    edge.calls.hold = asyncio.Event()
+    begun = edge.calls.begun
     stream = edge.subscribe(edge.caller)
     await stream.send(pb.SubscribeRequest(open=pb.Open(topic="t", subscription="s", type=SHARED)))
-    await edge.engine.until(lambda: edge.engine.calls_begun > begun)
+    await until(lambda: edge.calls.begun > begun)
     stream.call.cancel()
     # The server has heard of the cancellation when a later call on the connection is answered.
     await edge.caller.unary("Inspect/ListTopics", b"")
-    edge.engine.hold.set()
-    subscription = edge.engine.topics["t"].subscriptions["s"]
-    await edge.engine.until(lambda: edge.engine.streams_opened == 1 and not subscription.streams)
+    edge.calls.hold.set()
+    await until(lambda: len(edge.calls.opened) == 1 and not edge.streams())
 
 
 @pytest.mark.parametrize("where", ["open", "hand-out", "acknowledge"])
 async def test_lost_ownership_is_told_by_moved_and_ends_the_stream(edge: Edge, where: str) -> None:
     await add(edge, (1, 1, 1))
     lost = errors.NotOwner("shard 3 moved", owner_address="10.0.0.2:7461")
-    engine_stream = None
     if where == "open":
-        edge.engine.fail_with = lost
+        edge.calls.fail_with = lost
         stream = edge.subscribe(edge.caller)
         await stream.send(pb.SubscribeRequest(open=pb.Open(topic="t", subscription="s", type=SHARED)))
     else:
         stream, _ = await opened(edge)
-        engine_stream = only_stream(edge)
         if where == "hand-out":
-            engine_stream.lose(lost)
+            edge.topics["t"].end_streams(lost)
         else:
-            edge.engine.fail_with = lost
+            edge.calls.fail_with = lost
             await stream.send(acknowledge(1, (1, 1, 1)))
     assert (await stream.receive()).moved.owner_address == "10.0.0.2:7461"
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await stream.receive()
     assert ended.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert dict(ended.value.trailing_metadata() or ())["owner-address"] == "10.0.0.2:7461"
-    if engine_stream is not None:
-        await closed(edge, engine_stream)
+    if where != "open":
+        await until(lambda: not edge.streams())
 
 
 @pytest.mark.parametrize(
@@ -241,13 +232,13 @@ async def test_what_is_known_of_acknowledgements_comes_before_the_end(
     """A drain ends streams when their acknowledgements are durable, in the same turn."""
     await add(edge, (1, 1, 1), (2, 1, 2))
     stream, _ = await opened(edge)
-    edge.engine.hold = asyncio.Event()
-    begun = edge.engine.calls_begun
+    edge.calls.hold = asyncio.Event()
+    begun = edge.calls.begun
     await stream.send(acknowledge(1, (1, 1, 1)))
     await stream.send(acknowledge(2, (2, 1, 2)))
-    await edge.engine.until(lambda: edge.engine.calls_begun == begun + 2)
-    only_stream(edge).lose(error)
-    edge.engine.hold.set()
+    await until(lambda: edge.calls.begun == begun + 2)
+    edge.topics["t"].end_streams(error)
+    edge.calls.hold.set()
     assert {(await stream.receive()).done.request_id for _ in range(2)} == {1, 2}
     if isinstance(error, errors.NotOwner):
         assert (await stream.receive()).moved.owner_address == "10.0.0.2:7461"
@@ -256,11 +247,10 @@ async def test_what_is_known_of_acknowledgements_comes_before_the_end(
     assert ended.value.code() is code
 
 
-async def test_a_stream_names_the_ranges_that_need_a_rebuild_when_it_opens(edge: Edge) -> None:
-    edge.engine.rebuild_needed = (RebuildNeeded(3, 5, 17, "bucket", "no checksum", True),)
+async def test_a_stream_names_the_ranges_that_need_a_rebuild_when_it_opens(edge: Edge, store: MemoryStore) -> None:
+    expected = await lose_bucket(edge, store)
     _, answer = await opened(edge)
-    (rebuild,) = answer.rebuild_needed
-    assert (rebuild.first_ledger_id, rebuild.last_ledger_id, rebuild.rows, rebuild.damage) == (3, 5, 17, "no checksum")
+    assert list(answer.rebuild_needed) == [expected]
 
 
 async def test_a_subscription_has_the_policy_that_it_was_created_with_until_it_gets_another(edge: Edge) -> None:
@@ -276,13 +266,13 @@ async def test_a_subscription_has_the_policy_that_it_was_created_with_until_it_g
     other = policy_pb2.SubscriptionPolicy(lease_ms=5)
     update = pb.UpdateSubscriptionRequest(topic="t", subscription="s", policy=other)
     assert (await edge.caller.unary("Dispatch/UpdateSubscription", update)).policy == other
-    assert edge.engine.topics["t"].subscriptions["s"].policy == SubscriptionPolicy(lease_ms=5)
+    assert edge.state().stored.policy == SubscriptionPolicy(lease_ms=5)
 
 
 async def test_a_failure_of_the_hand_out_ends_the_stream_with_its_status(edge: Edge) -> None:
     await add(edge, (1, 1, 1))
     stream, _ = await opened(edge)
-    only_stream(edge).lose(errors.Unavailable("the daemon stops"))
+    edge.topics["t"].end_streams(errors.Unavailable("the daemon stops"))
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await stream.receive()
     assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -290,17 +280,17 @@ async def test_a_failure_of_the_hand_out_ends_the_stream_with_its_status(edge: E
 
 
 async def test_a_row_comes_when_it_is_due_and_not_before(edge: Edge) -> None:
-    due_ms = edge.engine.now_ms() + 150
+    due_ms = time.time_ns() // 1_000_000 + 150
     stream, _ = await opened(edge, permits=1)
     await add(edge, (due_ms, 1, 1))
     await stream.receive()
-    assert edge.engine.now_ms() >= due_ms
+    assert time.time_ns() // 1_000_000 >= due_ms
 
 
 async def test_a_bug_of_the_daemon_is_internal_and_logged(edge: Edge, caplog: pytest.LogCaptureFixture) -> None:
     await add(edge, (1, 1, 1))
     stream, _ = await opened(edge)
-    only_stream(edge).lose(errors.InvariantViolated("a row is waiting twice"))
+    edge.topics["t"].end_streams(errors.InvariantViolated("a row is waiting twice"))
     with caplog.at_level(logging.ERROR), pytest.raises(grpc.aio.AioRpcError) as ended:
         await stream.receive()
     assert ended.value.code() is grpc.StatusCode.INTERNAL

@@ -22,7 +22,7 @@ ASKED = pb.CancelMessagesRequest(topic="t", ledger_id=[1], entry_id=[1])
 
 async def test_a_caller_whose_deadline_is_over_before_is_told_at_once_for_how_long(edge: Edge) -> None:
     await edge.caller.unary("DelayedDelivery/AddMessages", ADD)
-    edge.engine.former_owner_s = 900.5
+    edge.calls.former_owner_s = 900.5
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await edge.caller.unary(CANCEL, ASKED, timeout_s=600)
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -36,7 +36,7 @@ async def test_the_client_does_not_count_the_wait_for_a_former_owner_and_says_wh
     edge: Edge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await edge.caller.unary("DelayedDelivery/AddMessages", ADD)
-    edge.engine.former_owner_s = 700.0
+    edge.calls.former_owner_s = 700.0
     passed_s = 0.0
     said: list[str] = []
 
@@ -47,7 +47,7 @@ async def test_the_client_does_not_count_the_wait_for_a_former_owner_and_says_wh
 
     def waiting(why: str) -> None:
         said.append(why)
-        edge.engine.former_owner_s = 0.0
+        edge.calls.former_owner_s = 0.0
 
     monotonic = time.monotonic
     monkeypatch.setattr(attempts, "time", types.SimpleNamespace(monotonic=lambda: monotonic() + passed_s))

@@ -65,7 +65,7 @@ async def test_a_dry_run_says_what_would_be_done_and_changes_nothing(edge: Edge,
 
 
 async def test_a_daemon_that_stops_ends_no_collection_with_success(edge: Edge) -> None:
-    await edge.engine.stop()  # type: ignore[attr-defined]
+    await edge.engine.stop()
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await collected(edge)
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 
-from daemon import config
-from daemon.owner.engine import Engine
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, inspect_pb2
-from tests._support import either_engine
-from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge
 
 FAR_MS = 1_900_000_000_000
 TOPIC = "t"
-
-
-@pytest.fixture(params=either_engine.ENGINES)
-async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
-    """What is said of the wire holds for the real engine, and for the one that stands in for it elsewhere."""
-    async with either_engine.serving(request.param, settings) as engine:
-        yield engine
 
 
 @pytest.fixture

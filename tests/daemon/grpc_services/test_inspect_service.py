@@ -5,8 +5,9 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from daemon.core.index.bucket import RebuildNeeded
+from storage_backends.memory_store import MemoryStore
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2, policy_pb2
+from tests.daemon.grpc_services._support.shown_rows import lose_bucket
 from tests.daemon.grpc_services.conftest import Edge
 
 FAR_MS = 2_000_000_000_000
@@ -99,10 +100,7 @@ async def test_the_token_of_one_list_turns_no_pages_of_another(edge: Edge, topic
             await edge.caller.unary(f"Inspect/{call}", request_type(topic=topics[0], page_token=page.next_page_token))
 
 
-async def test_stats_name_the_ranges_that_need_a_rebuild(edge: Edge, topics: list[str]) -> None:
-    edge.engine.rebuild_needed = (RebuildNeeded(3, 5, 17, "bucket", "no checksum", False),)
-    stats = await edge.caller.unary("Inspect/GetTopicStats", inspect_pb2.GetTopicStatsRequest(topic=topics[0]))
-    expected = inspect_pb2.RebuildNeeded(
-        first_ledger_id=3, last_ledger_id=5, rows=17, bucket="bucket", damage="no checksum", positions_known=False
-    )
+async def test_stats_name_the_ranges_that_need_a_rebuild(edge: Edge, store: MemoryStore) -> None:
+    expected = await lose_bucket(edge, store)
+    stats = await edge.caller.unary("Inspect/GetTopicStats", inspect_pb2.GetTopicStatsRequest(topic="t"))
     assert list(stats.rebuild_needed) == [expected]

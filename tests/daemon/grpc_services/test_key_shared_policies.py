@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 
-from daemon import config
 from daemon.grpc_services import value_messages
-from daemon.owner.engine import Engine
 from storage_backends.formats import manifest
 from tarry.v1 import dispatch_pb2 as pb
 from tarry.v1 import inspect_pb2, policy_pb2
-from tests._support import either_engine
-from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge
 
 KeySharedPolicy = policy_pb2.KeySharedPolicy
@@ -27,12 +22,6 @@ LAST_SENT_POSITION = policy_pb2.KEY_ORDER_LAST_SENT_POSITION
 SKIP = policy_pb2.NACK_ORDER_SKIP
 BLOCK_KEY = policy_pb2.NACK_ORDER_BLOCK_KEY
 DEFAULT = KeySharedPolicy(selector=CONSISTENT_HASHING, points_per_consumer=100, order=DRAINING_HASHES, nack_order=SKIP)
-
-
-@pytest.fixture(params=either_engine.ENGINES)
-async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
-    async with either_engine.serving(request.param, settings) as engine:
-        yield engine
 
 
 async def create(edge: Edge, key_shared: KeySharedPolicy | None) -> pb.CreateSubscriptionResponse:

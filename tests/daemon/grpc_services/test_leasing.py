@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 
-from daemon import call_values, config
-from daemon.core.index.bucket import RebuildNeeded
-from daemon.owner.engine import Engine
+from daemon import call_values
+from storage_backends.memory_store import MemoryStore
 from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
-from tests._support import either_engine
-from tests._support.fake_engine import FakeEngine
-from tests._support.fake_topic import EPOCH
+from tests.daemon.grpc_services._support.shown_rows import lose_bucket
+from tests.daemon.grpc_services._support.watched_calls import until
 from tests.daemon.grpc_services.conftest import Edge
 
 GET = "Dispatch/GetScheduledMessages"
@@ -29,12 +26,6 @@ PATIENCE_MS = 60_000
 DEADLINES_S = (0.6, 6.0, 59.0)
 
 Row = tuple[int, int, int]
-
-
-@pytest.fixture(params=either_engine.ENGINES)
-async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
-    async with either_engine.serving(request.param, settings) as engine:
-        yield engine
 
 
 @pytest.fixture
@@ -203,41 +194,33 @@ async def test_a_wait_is_answered_before_the_deadline(subscribed: Edge) -> None:
     assert answers == [[]]
 
 
-class TestRowsThatNobodyReceived:
-    """What only an engine shows that can be held up."""
+async def test_rows_that_were_leased_for_nobody_are_due_again_at_once(
+    subscribed: Edge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has leased rows, and is not done, when the caller goes away."""
+    requests = subscribed.engine.requests
+    leased = asyncio.Event()
+    get_scheduled = requests.get_scheduled
 
-    @pytest.fixture
-    def engine(self, settings: config.Config) -> FakeEngine:
-        return FakeEngine(settings)
+    async def slowly(*arguments: Any, **fields: Any) -> call_values.Leased:
+        answer = await get_scheduled(*arguments, **fields)
+        leased.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return answer
 
-    async def test_rows_that_were_leased_for_nobody_are_due_again_at_once(
-        self, subscribed: Edge, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The engine has leased rows, and is not done, when the caller goes away."""
-        engine = subscribed.engine
-        leased = asyncio.Event()
-        get_scheduled = engine.get_scheduled
+    monkeypatch.setattr(requests, "get_scheduled", slowly)
+    await add(subscribed, (1, 1, 1))
+    call = asyncio.create_task(get(subscribed, lease_ms=12 * HOUR_MS, wait_ms=PATIENCE_MS))
+    await asyncio.wait_for(leased.wait(), 300)
+    assert subscribed.state().in_flight
+    call.cancel()
+    await until(lambda: not subscribed.state().in_flight)
 
-        async def slowly(*arguments: Any, **fields: Any) -> call_values.Leased:
-            answer = await get_scheduled(*arguments, **fields)
-            leased.set()
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.Event().wait()
-            return answer
 
-        monkeypatch.setattr(engine, "get_scheduled", slowly)
-        await add(subscribed, (1, 1, 1))
-        call = asyncio.create_task(get(subscribed, lease_ms=12 * HOUR_MS))
-        await asyncio.wait_for(leased.wait(), 300)
-        subscription = engine.topics["t"].subscriptions["s"]
-        assert subscription.in_flight
-        call.cancel()
-        await engine.until(lambda: not subscription.in_flight)
-
-    async def test_the_epoch_and_what_needs_a_rebuild_come_along(self, subscribed: Edge) -> None:
-        subscribed.engine.rebuild_needed = (RebuildNeeded(3, 5, 17, "bucket", "no checksum", True),)
-        answer = await get(subscribed)
-        assert answer.messages.epoch == EPOCH
-        (rebuild,) = answer.rebuild_needed
-        assert (rebuild.first_ledger_id, rebuild.last_ledger_id, rebuild.rows) == (3, 5, 17)
-        assert (rebuild.bucket, rebuild.damage, rebuild.positions_known) == ("bucket", "no checksum", True)
+async def test_the_epoch_and_what_needs_a_rebuild_come_along(subscribed: Edge, store: MemoryStore) -> None:
+    expected = await lose_bucket(subscribed, store)
+    await add(subscribed, (1, 1, 1))
+    answer = await get(subscribed, wait_ms=PATIENCE_MS)
+    assert answer.messages.epoch == subscribed.topics["t"].epoch
+    assert list(answer.rebuild_needed) == [expected]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from daemon.topic import served_topic
 from tarry.v1 import delayed_delivery_pb2 as pb
 from tarry.v1 import dispatch_pb2
-from tests._support import fake_topic
+from tests.daemon.grpc_services._support.shown_rows import scheduled
 from tests.daemon.grpc_services.conftest import Edge
 
 ADD = "DelayedDelivery/AddMessages"
@@ -62,15 +63,16 @@ async def test_positions_are_answered_in_the_order_of_the_request(edge: Edge) ->
     assert ranges(answer.pending) == [(6, U64_MAX, U64_MAX), (5, 2, 2), (5, 1, 1), (6, 0, 0)]
 
 
-async def test_an_answer_that_is_too_long_says_where_to_go_on(edge: Edge) -> None:
-    for first in range(0, 2 * fake_topic.CONTAINED_MAX, 1000):
+async def test_an_answer_that_is_too_long_says_where_to_go_on(edge: Edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served_topic, "CONTAINED_RANGES_MAX", 1_000)
+    for first in range(0, 2_000, 1000):
         await add(edge, 5, *range(2 * first, 2 * first + 2000, 2))
     answer = await contained(edge, ledger_id=[9, 5], entry_id=[0, 0], last_entry_id=[5, U64_MAX])
-    assert len(answer.pending.ledger_id) == fake_topic.CONTAINED_MAX
+    assert len(answer.pending.ledger_id) == 1_000
     place = answer.continuation
-    assert (place.index, place.entry_id) == (1, 2 * fake_topic.CONTAINED_MAX)
+    assert (place.index, place.entry_id) == (1, 2_000)
     rest = await contained(edge, ledger_id=[5], entry_id=[place.entry_id], last_entry_id=[U64_MAX])
-    assert len(rest.pending.ledger_id) == fake_topic.CONTAINED_MAX
+    assert len(rest.pending.ledger_id) == 1_000
     assert not rest.HasField("continuation")
 
 
@@ -96,7 +98,7 @@ async def test_a_trim_drops_each_ledger_up_to_its_entry(edge: Edge) -> None:
     await add(edge, 7, 1)
     trim = pb.TrimMessagesRequest(topic="t", ledger_id=[5, 6], entry_id=[2, U64_MAX])
     assert (await edge.caller.unary(TRIM, trim)).trimmed == 4
-    assert set(edge.engine.topics["t"].rows) == {(5, 3), (7, 1)}
+    assert (await scheduled(edge)).keys() == {(5, 3), (7, 1)}
 
 
 @pytest.mark.parametrize(("all_lower", "left"), [(True, {(6, 2), (7, 0)}), (False, {(5, 9), (6, 2), (7, 0)})])
@@ -105,7 +107,7 @@ async def test_lower_ledgers_are_trimmed_when_told(edge: Edge, all_lower: bool, 
         await add(edge, ledger_id, entry_id)
     trim = pb.TrimMessagesRequest(topic="t", ledger_id=[6], entry_id=[1], all_lower_ledgers=all_lower)
     assert (await edge.caller.unary(TRIM, trim)).trimmed == 4 - len(left)
-    assert set(edge.engine.topics["t"].rows) == left
+    assert (await scheduled(edge)).keys() == left
 
 
 async def test_a_clear_drops_everything_of_a_topic_or_what_one_subscription_is_owed(edge: Edge) -> None:
@@ -114,4 +116,4 @@ async def test_a_clear_drops_everything_of_a_topic_or_what_one_subscription_is_o
     assert (await edge.caller.unary(CLEAR, pb.ClearMessagesRequest(topic="t", subscription="first"))).cleared == 2
     assert (await edge.caller.unary(CLEAR, pb.ClearMessagesRequest(topic="t", subscription="first"))).cleared == 0
     assert (await edge.caller.unary(CLEAR, pb.ClearMessagesRequest(topic="t"))).cleared == 2
-    assert edge.engine.topics["t"].rows == {}
+    assert await scheduled(edge) == {}

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from daemon import config
-from daemon.owner.engine import Engine
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from tarry.v1 import delayed_delivery_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
-from tests._support import either_engine
-from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge, Stream
 
 SHARED = pb.SubscriptionType.SUBSCRIPTION_TYPE_SHARED
@@ -24,12 +20,6 @@ AT_ONCE = policy_pb2.SubscriptionPolicy(
 
 Row = tuple[int, int, int]
 """deliver_at_ms, ledger, entry"""
-
-
-@pytest.fixture(params=either_engine.ENGINES)
-async def engine(request: pytest.FixtureRequest, settings: config.Config) -> AsyncIterator[FakeEngine | Engine]:
-    async with either_engine.serving(request.param, settings) as engine:
-        yield engine
 
 
 async def create(edge: Edge, policy: policy_pb2.SubscriptionPolicy = AT_ONCE) -> None:
@@ -173,7 +163,6 @@ async def test_a_position_that_was_never_handed_out_may_be_nacked_with_its_hash(
     assert (entries, hashes) == ([1, 2], [11, 12])
 
 
-@pytest.mark.parametrize("engine", either_engine.ENGINES[1:], indirect=True)
 async def test_what_was_acknowledged_comes_again_by_a_forwarded_nack_of_the_stream(edge: Edge) -> None:
     await create(edge)
     stream, _ = await opened(edge)

@@ -23,10 +23,11 @@ from daemon.grpc_services import (
     ledger_deletion_service,
     server,
 )
+from daemon.owner.engine import Engine
 from tarry import v1
 from tarry.v1 import delayed_delivery_pb2 as pb
-from tests._support.fake_engine import FakeEngine
 from tests._support.patience import wait_until
+from tests.daemon.grpc_services._support.watched_calls import until
 from tests.daemon.grpc_services.conftest import Edge, admission_of
 
 SERVICES = [
@@ -59,8 +60,10 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
         (cluster_service, cluster_service.Cluster),
     ],
 )
-def test_each_call_of_the_contract_has_a_handler(module: Any, service: Any, settings: config.Config) -> None:
-    handlers = service(FakeEngine(settings), settings).handlers()
+async def test_each_call_of_the_contract_has_a_handler(
+    module: Any, service: Any, settings: config.Config, engine: Engine
+) -> None:
+    handlers = service(engine, settings).handlers()
     assert set(handlers) == {method.name for method in module.DESCRIPTOR.methods}
     for method in module.DESCRIPTOR.methods:
         assert handlers[method.name].request_streaming == method.client_streaming
@@ -95,9 +98,9 @@ async def test_health_follows_the_engine(edge: Edge, unhealthy: call_values.Heal
     stub = health_pb2_grpc.HealthStub(edge.caller.channel)
     watch = cast(Any, stub).Watch(health_pb2.HealthCheckRequest(service=service), timeout=300)
     assert (await watch.read()).status == SERVING
-    edge.engine.set_health(unhealthy)
+    edge.engine._set_health(unhealthy)
     assert (await watch.read()).status == NOT_SERVING
-    edge.engine.set_health(call_values.Health(serving=True, reason=""))
+    edge.engine._set_health(call_values.Health(serving=True, reason=""))
     assert (await watch.read()).status == SERVING
     watch.cancel()
 
@@ -117,13 +120,13 @@ class TestDraining:
         await draining
 
     async def test_a_stream_of_adds_is_answered_what_it_has_sent_and_ends(self, edge: Edge) -> None:
-        edge.engine.hold = asyncio.Event()
+        edge.calls.hold = asyncio.Event()
         stream = edge.caller.stream("DelayedDelivery/StreamAddMessages")
         add = pb.AddMessagesRequest(topic="t", ledger_id=[1], entry_id=[1], delay_ms=[1])
         await stream.send(pb.StreamAddMessagesRequest(request_id=1, add=add))
-        await edge.engine.until(lambda: edge.engine.calls_begun == 1)
+        await until(lambda: edge.calls.begun == 1)
         draining = asyncio.create_task(edge.server.drain())
-        edge.engine.hold.set()
+        edge.calls.hold.set()
         assert (await stream.receive()).added.accepted == 1
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await stream.receive()

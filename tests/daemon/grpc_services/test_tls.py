@@ -17,9 +17,9 @@ import trustme
 
 from daemon import auth, config
 from daemon.auth import Scope, hash_of
+from daemon.owner.engine import Engine
 from tarry.v1 import cluster_pb2, delayed_delivery_pb2
 from tests._support.door_files import DoorFiles, door_files, identity, token_of
-from tests._support.fake_engine import FakeEngine
 from tests.daemon.grpc_services.conftest import Edge, admission_of, serving
 
 TIMEOUT_S = 300
@@ -39,7 +39,7 @@ def settings_of(*overrides: str) -> config.Config:
 
 
 @contextlib.asynccontextmanager
-async def watched(engine: FakeEngine, settings: config.Config) -> AsyncIterator[Edge]:
+async def watched(engine: Engine, settings: config.Config) -> AsyncIterator[Edge]:
     """An edge whose files are looked at all the time, as a daemon does every second."""
     let_in = admission_of(settings)
     async with serving(engine, settings, let_in) as edge:
@@ -92,7 +92,7 @@ class Adding:
 
 
 async def test_no_stream_is_dropped_when_certificate_and_tokens_change_under_load(
-    engine: FakeEngine, files: DoorFiles, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, files: DoorFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.01)
     credentials = grpc.ssl_channel_credentials(files.ca.read_bytes())
@@ -119,7 +119,7 @@ async def test_no_stream_is_dropped_when_certificate_and_tokens_change_under_loa
 
 
 async def test_a_certificate_that_is_wrong_changes_nothing(
-    engine: FakeEngine, files: DoorFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: Engine, files: DoorFiles, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.01)
     settings = settings_of(*files.settings())
@@ -140,7 +140,7 @@ async def test_a_certificate_that_is_wrong_changes_nothing(
         watching.cancel()
 
 
-async def test_the_name_of_a_clients_certificate_shows_who_it_is(engine: FakeEngine, files: DoorFiles) -> None:
+async def test_the_name_of_a_clients_certificate_shows_who_it_is(engine: Engine, files: DoorFiles) -> None:
     files.admit(identity("of-certificate", [], ["x/"], certificates=["gate.example"]), identity("of-token", [], []))
     async with serving(engine, settings_of(*files.settings(mutual=True))) as edge:
 
@@ -162,12 +162,12 @@ async def test_the_name_of_a_clients_certificate_shows_who_it_is(engine: FakeEng
         assert await outcome(None, "") is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_plain_client_reaches_nothing_behind_tls(engine: FakeEngine, files: DoorFiles) -> None:
+async def test_a_plain_client_reaches_nothing_behind_tls(engine: Engine, files: DoorFiles) -> None:
     async with serving(engine, settings_of(*files.settings())) as edge:
         assert await version(edge.caller.channel, token_of("a")) is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_unix_socket_is_served_beside_tls_and_needs_a_token_too(engine: FakeEngine, files: DoorFiles) -> None:
+async def test_a_unix_socket_is_served_beside_tls_and_needs_a_token_too(engine: Engine, files: DoorFiles) -> None:
     path = files.folder / "tarryd.sock"
     settings = settings_of(*files.settings(), f"grpc.unix_socket={path}")
     for _ in range(2):
@@ -176,7 +176,7 @@ async def test_a_unix_socket_is_served_beside_tls_and_needs_a_token_too(engine: 
             assert await version(channel, None) is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_a_unix_socket_that_cannot_be_made_is_named(engine: FakeEngine) -> None:
+async def test_a_unix_socket_that_cannot_be_made_is_named(engine: Engine) -> None:
     with pytest.raises(OSError, match=r"grpc.unix_socket: /nowhere/tarryd.sock cannot be bound"):
         async with serving(engine, settings_of("grpc.unix_socket=/nowhere/tarryd.sock")):
             pass

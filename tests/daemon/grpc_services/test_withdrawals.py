@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 from tarry.v1 import delayed_delivery_pb2 as pb
 from tarry.v1 import dispatch_pb2
+from tests.daemon.grpc_services._support.shown_rows import scheduled
 from tests.daemon.grpc_services.conftest import Edge
 
 ADD = "DelayedDelivery/AddMessages"
@@ -73,11 +75,11 @@ async def test_a_reschedule_sets_times_and_hashes_row_by_row_or_for_all(edge: Ed
     await add(edge, 1, 2, key_hash=[7])
     answer = await withdraw(edge, RESCHEDULE, [5], [2, 1], deliver_at_ms=[FAR_MS + 2, FAR_MS + 1], key_hash=[8])
     assert answer.rescheduled == 2
-    assert edge.engine.topics["t"].rows == {(5, 1): (FAR_MS + 1, 8), (5, 2): (FAR_MS + 2, 8)}
-    before_ms = edge.engine.now_ms()
+    assert await scheduled(edge) == {(5, 1): (FAR_MS + 1, 8), (5, 2): (FAR_MS + 2, 8)}
+    before_ms = time.time_ns() // 1_000_000
     assert (await withdraw(edge, RESCHEDULE, [5], [2], delay_ms=[1000])).rescheduled == 1
-    due, key_hash = edge.engine.topics["t"].rows[5, 2]
-    assert before_ms + 1000 <= due <= edge.engine.now_ms() + 1000
+    due, key_hash = (await scheduled(edge))[5, 2]
+    assert before_ms + 1000 <= due <= time.time_ns() // 1_000_000 + 1000
     assert key_hash == 0
 
 
@@ -96,9 +98,8 @@ async def test_a_subscription_names_its_own_index_alone(edge: Edge, method: str)
     assert (await add(edge, 1, 2, subscription="s")).accepted == 2
     answer = await withdraw(edge, method, [5], [1, 2, 3], subscription="s")
     assert refused(answer) == ([2], [], [])
-    assert edge.engine.topics["t"].rows == {(5, 1): (FAR_MS, 0)}
-    own = edge.engine.topics["t"].subscriptions["s"].own
-    assert own == ({} if method == CANCEL else dict.fromkeys([(5, 1), (5, 2)], (FAR_MS + 9, 0)))
+    assert await scheduled(edge) == {(5, 1): (FAR_MS, 0)}
+    assert await scheduled(edge, "s") == ({} if method == CANCEL else dict.fromkeys([(5, 1), (5, 2)], (FAR_MS + 9, 0)))
 
 
 async def test_without_a_subscription_a_position_leaves_every_index_or_none(edge: Edge) -> None:
@@ -108,7 +109,9 @@ async def test_without_a_subscription_a_position_leaves_every_index_or_none(edge
     await add(edge, 2, due=1, subscription="s")
     answer = await withdraw(edge, CANCEL, [5], [1, 2])
     assert (answer.cancelled, refused(answer)) == (1, ([], [1], []))
-    assert edge.engine.topics["t"].rows.keys() == edge.engine.topics["t"].subscriptions["s"].own.keys() == {(5, 2)}
+    assert (await scheduled(edge)).keys() == {(5, 2)}
+    assert not await scheduled(edge, "s")
+    assert list((await leased(edge, "s")).entry_id) == [2]
 
 
 async def test_an_add_stream_takes_rows_for_one_subscription(edge: Edge) -> None:
@@ -121,5 +124,5 @@ async def test_an_add_stream_takes_rows_for_one_subscription(edge: Edge) -> None
     request.already_due = pb.AlreadyDue.ALREADY_DUE_RETURN
     await stream.send(pb.StreamAddMessagesRequest(request_id=2, add=request))
     assert (await stream.receive()).added.duplicates == 2
-    assert not edge.engine.topics["t"].rows
-    assert edge.engine.topics["t"].subscriptions["s"].own.keys() == {(5, 1), (5, 2)}
+    assert not await scheduled(edge)
+    assert (await scheduled(edge, "s")).keys() == {(5, 1), (5, 2)}

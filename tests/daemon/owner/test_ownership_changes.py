@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from daemon.errors import TarryError, Unavailable
@@ -234,3 +235,24 @@ async def test_done_waits_for_nobody_once_it_is_noted_that_no_former_owner_is_le
     begun_s = machines.elapsed_s()
     await receiver.acknowledge(await receiver.received(1))
     assert machines.elapsed_s() - begun_s < 2
+
+
+async def test_a_call_waits_for_a_former_owner_as_long_as_its_caller_was_told(
+    machines: EngineFixture,
+) -> None:
+    quick = "ownership.heartbeat_interval_s=0.5"
+    one = await machines.served_by("one", quick)
+    await one.add("t", 1, [1], delay_ms=3_600_000)
+    two = await machines.daemon("two", quick).start()
+    await two.until(lambda: "waiting for daemon one" in two.engine.health.reason)
+    assert one.engine.requests.alone_in_s("t") == two.engine.requests.alone_in_s("t") == 0.0
+    one.suspend()
+    await two.serving()
+    former_owner_s = two.engine.requests.alone_in_s("t")
+    assert 0 < former_owner_s <= 15
+    begun_s = machines.elapsed_s()
+    position = np.array([1], np.uint64)
+    outcome = await two.call(two.engine.requests.cancel("t", None, position, position))
+    assert outcome.cancelled == 1
+    assert machines.elapsed_s() - begun_s == pytest.approx(former_owner_s, abs=1)
+    assert two.engine.requests.alone_in_s("t") == 0.0
