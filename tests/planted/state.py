@@ -19,7 +19,7 @@ from daemon.shard import checkpointing, recovery
 from daemon.shard.range_operations import WriteCheckpoint
 from daemon.topic import bucket_lifecycle
 from daemon.topic.bucket_lifecycle import BucketLifecycle
-from storage_backends import commit, topic_manifest
+from storage_backends import checkpoints, commit, topic_manifest
 from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import Rows
@@ -201,7 +201,7 @@ def _patch_part(patch: pytest.MonkeyPatch, **forgotten: Any) -> None:
 
 
 def a_checkpoint_counts_whatever_the_manifest_has_reached(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recovery, "counting_part", lambda tip, tail: tail.part)
+    patch.setattr(checkpoints, "counting_part", lambda tip, tail: tail.part)
 
 
 # ---- what happened since: the sections of the log
