@@ -39,7 +39,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 TARRYD = (sys.executable, "-m", "daemon.main")
 # Below the range from which Linux takes the ports of outgoing connections: a client that retries the port of a dead
 # daemon must not end up connected to itself.
-_PORTS = range(20_000, 32_000)
+PORTS = range(20_000, 32_000)
 _POLL_S = 0.01
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -75,12 +75,12 @@ class Usage:
     cpu_s: float
 
 
-def free_port() -> int:
+def free_port(among: Sequence[int] = PORTS) -> int:
     """Return a port of 127.0.0.1 on which no process listens, and which no other process got from here."""
     folder = Path(tempfile.gettempdir(), "tarry-ports")
     folder.mkdir(exist_ok=True)
     while True:
-        port = random.choice(_PORTS)
+        port = random.choice(among)
         # The lock ends with this process: between here and the start of a server another one would get the port, too.
         taken = os.open(folder / str(port), os.O_CREAT | os.O_RDWR, 0o666)
         try:

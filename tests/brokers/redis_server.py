@@ -26,6 +26,9 @@ MISSING = (
     "redis-server is not on the PATH, nor is there a wheel with one for this Python: `apt-get install redis-server`."
 )
 
+# A server of a cluster listens 10,000 above its port, too: those ports nobody else gets, and no connection.
+CLUSTER_PORTS = range(22_000, 22_768)
+
 
 def find() -> Path | None:
     """The program: that on the PATH, or else that of the wheel."""
@@ -49,7 +52,7 @@ class RedisServer(processes.ChildProcess):
 
         super().__init__("redis", directory, {})
         self.directory = directory
-        self.port = processes.free_port()
+        self.port = processes.free_port(CLUSTER_PORTS if "--cluster-enabled" in more else processes.PORTS)
         self._not_loaded = (redis.BusyLoadingError, redis.ConnectionError)
         self._program = program
         self._aof = aof
