@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import random
 from pathlib import Path
 from typing import Final
@@ -19,8 +18,6 @@ from batch.audit.findings import MEANING, Kind, Report, Severity
 from batch.cli import options
 from batch.cli.options import Shared
 from batch.engine.job_settings import store_of
-
-_log = logging.getLogger(__name__)
 
 SHOWN_MAX: Final = 50
 """Most findings shown to people; JSON has more."""
