@@ -11,6 +11,8 @@ from collections.abc import Callable
 
 # Lines that are kept for people when they are not all asked for.
 LAST_LINES = 400
+# Several times what the longest runs take. A run of more does not come to rest: daemons chase each other, say.
+STEPS_MAX = 30_000
 
 
 class History:
@@ -30,6 +32,8 @@ class History:
         self.steps += 1
         self._hash.update(line.encode())
         self._lines.append(line)
+        if self.steps == STEPS_MAX:
+            self.breach(f"the run does not come to rest within {STEPS_MAX} steps")
 
     def remark(self, line: str) -> None:
         """For people only."""
