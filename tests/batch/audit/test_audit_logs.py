@@ -338,7 +338,7 @@ def test_a_slot_behind_the_end_of_a_log_is_found(objects: Story) -> None:
     objects.store.put(key, log_slot_format.encode_log_slot(later, {each: slot.section(each) for each in slot.shards}))
     (found,) = found_in(objects.store)
     assert (found.kind, found.object) == (Kind.LOG_RULE, key)
-    assert "behind slot 7, the end of the log" in found.detail
+    assert "after slot 7, the end of the log" in found.detail
 
 
 def test_what_is_no_slot_among_slots_is_told(objects: Story) -> None:

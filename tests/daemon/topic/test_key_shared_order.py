@@ -188,7 +188,7 @@ async def test_a_plan_whose_answer_nobody_takes_out_ends_with_the_stream(machine
     await asyncio.sleep(1)
     assert not asked.done()
     shared.stream.sends_no_more()
-    with pytest.raises(Unavailable, match="nothing is sent any more"):
+    with pytest.raises(Unavailable, match="the daemon sends nothing more"):
         await asked
     with pytest.raises(Unavailable):
         await one.call(shared.stream.plan(2, *columns, None))
