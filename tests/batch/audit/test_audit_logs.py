@@ -247,7 +247,7 @@ def test_a_hole_is_told_by_log_number_shard_and_shard_slot(objects: Story) -> No
     (found,) = found_in(objects.store)
     assert (found.kind, found.object, found.shard) == (Kind.SLOT_MISSING, keys[0], 1)
     assert found.detail == (
-        f"sections 2 to 3 of shard 1 in log {objects.one.log_id}, behind slot 2 and before slot 5: "
+        f"sections 2 to 3 of shard 1 in log {objects.one.log_id}, after slot 2 and before slot 5: "
         "replay needs all above section 0"
     )
 

@@ -348,7 +348,7 @@ async def test_all_streams_of_a_subscription_are_of_one_type(machines: EngineFix
     await one.call(one.engine.requests.acknowledge("t", "s", held([leased])))
     waiting = get(one, wait_ms=5_000)
     await asyncio.sleep(1)
-    with pytest.raises(Conflict, match="leased, or about to be"):
+    with pytest.raises(Conflict, match="leased or being leased"):
         await open_by_key(one, [consumer(1, ALL)])
     assert rows_of(await waiting) == []
     shared = await open_by_key(one, [consumer(1, ALL)])
