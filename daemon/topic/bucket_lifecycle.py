@@ -390,7 +390,7 @@ class BucketLifecycle:
         for seal in self._seals:
             if not seal.committed.done():
                 seal.committed.set_exception(
-                    Unavailable(f"topic {self._topic.name} is no longer served by this daemon; try again")
+                    Unavailable(f"topic {self._topic.name} is served by this daemon no longer; try again")
                 )
 
     def _start(self) -> None:

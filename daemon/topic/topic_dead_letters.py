@@ -108,7 +108,7 @@ class TopicDeadLetters:
         """
         delay_max_ms = self._topic.settings.request_limits.delay_max_ms
         if delay_ms > delay_max_ms:
-            raise DelayTooLong(f"delay_ms is {delay_ms}; it must be at most {delay_max_ms}")
+            raise DelayTooLong(f"delay_ms is {delay_ms}; the largest delay is {delay_max_ms} ms")
         return await self._answered("replay", self._replay(state, asked, self._environment.clock.now_ms() + delay_ms))
 
     async def purge(self, state: SubscriptionState, asked: DeadLetterFilter) -> int:

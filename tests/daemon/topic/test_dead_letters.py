@@ -288,7 +288,7 @@ async def test_bad_filters_and_pages_are_refused(machines: EngineFixture) -> Non
     for size in (-1, 10_001):
         with pytest.raises(InvalidArgument, match="page_size"):
             await listed(one, page_size=size)
-    with pytest.raises(DelayTooLong, match="delay_ms is 9000000000000; it must be at most"):
+    with pytest.raises(DelayTooLong, match="delay_ms is 9000000000000; the largest delay is"):
         await replay(one, delay_ms=9_000_000_000_000)
     for unknown in (listed(one, subscription="x"), replay(one, subscription="x"), purge(one, subscription="x")):
         with pytest.raises(NotFound, match="'x'"):
