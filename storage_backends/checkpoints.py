@@ -60,7 +60,7 @@ def read_checkpoint(
         raise object_store.Damaged(key, f"it is of slot {checkpoint.slot} of shard {checkpoint.shard}")
     for part in checkpoint.topics:
         if not names.is_topic_id(part.topic_id):
-            raise object_store.Damaged(key, f"a part is of topic id {part.topic_id!r}, which is none")
+            raise object_store.Damaged(key, f"a part names {part.topic_id!r}, which is not a topic id")
     return checkpoint
 
 
@@ -79,7 +79,7 @@ def read_newest(
         return _loaded(store, tip.shard, tip.checkpoint)
     except (object_store.Damaged, object_store.NotFound) as error:
         damaged(error.key)
-        log.error("shard %d falls back to the checkpoint before: %s", tip.shard, error)
+        log.error("shard %d falls back to the previous checkpoint: %s", tip.shard, error)
     previous = tip.previous_checkpoint
     if previous is None:
         return LoadedCheckpoint(None, log_slot_format.BEFORE_THE_FIRST)
@@ -144,7 +144,7 @@ def _decoded(shard: int, section: Section) -> DecodedSection:
         raise SectionDamaged(shard, section, 0, detail)
     for topic_id in {record.topic_id for record in records}:
         if not names.is_topic_id(topic_id):
-            detail = f"a record names topic id {topic_id!r}, which is none"
+            detail = f"a record names {topic_id!r}, which is not a topic id"
             raise SectionDamaged(shard, section, slot_format.HEADER_BYTES, detail)
     return DecodedSection(ShardSlot(header.slot), header.epoch, records, deletions, len(section.body))
 

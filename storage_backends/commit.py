@@ -222,7 +222,7 @@ class ManifestLog(Generic[M]):
                 return tip
             # Only a manifest that has a later one is ever collected: the next listing shows a higher number.
             if number == absent:
-                raise StoreUnavailable(self.key(number), "it is the last one listed, and it is not found")
+                raise StoreUnavailable(self.key(number), "it is the last one listed, but it does not exist")
             absent = number
 
     def _number_of(self, key: str) -> int:
@@ -231,7 +231,7 @@ class ManifestLog(Generic[M]):
         except format_errors.FormatError as error:
             raise Damaged(key, str(error)) from error
         if key != self.key(number):
-            raise Damaged(key, "it lies among manifests, and its name is not a manifest's")
+            raise Damaged(key, "it is stored among manifests, but has no name of a manifest")
         return number
 
     def _read(self, number: int, read_at: float) -> Tip[M] | None:
@@ -272,8 +272,8 @@ class ManifestLog(Generic[M]):
             before = self._read(tip.number - 1, tip.read_at)
             if before is None:
                 raise CommitOutcomeUnknown(
-                    f"manifest {self.key(tip.number - 1)} has been collected: whether commit {commit_id} is among its "
-                    f"ancestors cannot be told any more"
+                    f"manifest {self.key(tip.number - 1)} was deleted as garbage, so it is unknown "
+                    f"whether commit {commit_id} is among its ancestors"
                 )
             self._check_follows(tip, before)
             tip = before
@@ -440,7 +440,7 @@ class _Commit(Generic[M]):
         def read() -> Tip[M]:
             tip = self._log.read_tip(warm)
             if tip is None or tip.number < number:
-                raise StoreUnavailable(self._log.key(number), "it exists, and reading the tip does not show it")
+                raise StoreUnavailable(self._log.key(number), "it exists, but reading the tip does not show it")
             return tip
 
         return self._patiently(read)
@@ -467,5 +467,5 @@ class _Commit(Generic[M]):
         if not self._uncertain:
             raise error
         raise CommitOutcomeUnknown(
-            f"whether {self._name} is committed under {self._log.prefix} is unknown: {error}"
+            f"cannot tell whether {self._name} is committed under {self._log.prefix}: {error}"
         ) from error

@@ -115,7 +115,7 @@ class FileLog(SlotLog):
             if number <= self._last:
                 raise object_store.AlreadyExists(self._key(number), f"the log goes up to slot {self._last}")
             if number > self._last + 1:
-                raise ValueError(f"slot {number} of log {self.log_id} behind slot {self._last}: it would leave a gap")
+                raise ValueError(f"slot {number} of log {self.log_id} after slot {self._last} would leave a gap")
             framed = _FRAMED.pack(len(slot), number)
             record = framed + framing.crc32c(framed, slot).to_bytes(4, "little") + slot + _END
             file = self._file
@@ -163,7 +163,7 @@ class FileLog(SlotLog):
         with self._using, self._usable():
             highest = (self._last if self._lock_file is not None else self._stored_highest()) or 0
             if number >= highest:
-                raise ValueError(f"slot {highest} of log {self.log_id} is its highest: it stays")
+                raise ValueError(f"slot {highest} of log {self.log_id} is its highest, which must stay")
             firsts = self._firsts()
             for first, following in itertools.pairwise(firsts):
                 if following <= number + 1:
@@ -253,13 +253,13 @@ class FileLog(SlotLog):
                 os.ftruncate(file, self._file_bytes)
                 os.lseek(file, self._file_bytes, os.SEEK_SET)
             except OSError as error:
-                self._broken = f"cannot cut off a part of slot {number} ({error}): restart"
+                self._broken = f"cannot cut off the partial slot {number} ({error}): restart the daemon"
                 raise object_store.OutcomeUnknown(self._key(number), self._broken) from error
             raise
         try:
             os.fdatasync(file)
         except OSError as error:
-            self._broken = f"cannot synchronise slot {number} ({error}): restart, to see what is on the disk"
+            self._broken = f"cannot synchronise slot {number} ({error}): restart the daemon to read the disk's state"
             raise object_store.OutcomeUnknown(self._key(number), self._broken) from error
         self._file_bytes += len(record)
         self._last = number
@@ -283,7 +283,7 @@ class FileLog(SlotLog):
             if name == LOCK_FILE:
                 continue
             if len(name) != _NUMBER_DIGITS or not name.isdecimal():
-                raise object_store.Damaged(names.log_prefix(self.log_id), f"{self._folder / name} is no file of a log")
+                raise object_store.Damaged(names.log_prefix(self.log_id), f"{self._folder / name} is not a log file")
             found.append(int(name))
         return sorted(found)
 
@@ -325,7 +325,7 @@ class FileLog(SlotLog):
         try:
             os.fdatasync(file)
         except OSError as error:
-            self._broken = f"cannot synchronise ({error}): restart, to see what is on the disk"
+            self._broken = f"cannot synchronise ({error}): restart the daemon to read the disk's state"
             raise
 
     def _synchronise_folder(self, folder: Path) -> None:
@@ -333,7 +333,7 @@ class FileLog(SlotLog):
         try:
             os.fsync(file)
         except OSError as error:
-            self._broken = f"cannot synchronise {folder} ({error}): restart, to see what is on the disk"
+            self._broken = f"cannot synchronise {folder} ({error}): restart the daemon to read the disk's state"
             raise
         finally:
             os.close(file)

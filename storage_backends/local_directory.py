@@ -394,7 +394,7 @@ class LocalDirectory(ObjectStore):
         try:
             os.fsync(file)
         except OSError as error:
-            self._broken = f"cannot synchronise {path} ({error}): restart, to see what is on the disk"
+            self._broken = f"cannot synchronise {path} ({error}): restart the daemon to read the disk's state"
             raise
 
     @contextmanager

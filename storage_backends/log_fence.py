@@ -95,7 +95,7 @@ def fencing(log_id: str, by: Writer, *, told: int = 0) -> Generator[Step, Any, F
             listed_nothing = True
             continue
         if number == gone:
-            raise object_store.Damaged(names.log_prefix(log_id), f"slot {number} is listed as the highest, and absent")
+            raise object_store.Damaged(names.log_prefix(log_id), f"slot {number} is listed as the highest, but absent")
         fence = yield from _fencing_from(log_id, number, by, told)
         if fence is not None:
             return fence
@@ -117,7 +117,7 @@ def _fencing_from(log_id: str, number: int, by: Writer, told: int) -> Generator[
             if (yield ReadOne(told)) is None:
                 raise object_store.Damaged(
                     names.log_slot_key(log_id, told),
-                    f"it is missing, and its daemon had written it: the store has lost slots behind {number}",
+                    f"it is missing, although its daemon had written it: the store has lost slots after {number}",
                 )
             # The listing lags behind.
             number = told
@@ -168,7 +168,7 @@ def _patiently(slots: SlotLog, step: Step, delays_s: Iterator[float], sleep: Cal
             delay_s = next(delays_s, None)
             if delay_s is None:
                 raise
-            log.warning("a log is not fenced yet: %s", error)
+            log.warning("cannot fence a log, retrying: %s", error)
         sleep(delay_s)
 
 
@@ -222,5 +222,5 @@ def _create(slots: SlotLog, step: CreateFence) -> bool:
         if found is not None:
             return found == log_slot_format.identity_of(step.slot)
         # The answer was 409 and the slot is absent, or the PUT was sent and is not there yet: it may still land.
-        raise object_store.OutcomeUnknown(error.key, f"whether the fence stands is unknown: {error.reason}") from error
+        raise object_store.OutcomeUnknown(error.key, f"cannot tell whether the fence exists: {error.reason}") from error
     return True

@@ -151,14 +151,14 @@ class ShardSections:
                 if found.epoch != each.epoch:
                     raise self._damaged(each, slot, f"it is of epoch {found.epoch}, not {each.epoch}")
             if each.first_slot > last + 1:
-                raise self._damaged(each, last + 1, "no range has it")
+                raise self._damaged(each, last + 1, "no log range has it")
             last = max(last, through)
         if self._twice is not None:
             log_id, number, slot = self._twice.log_id, self._twice.number, self._twice.slot
             first = self._found[slot]
             raise object_store.Damaged(
                 names.log_slot_key(log_id, number),
-                f"shard {self._shard}, shard slot {slot} lies in slot {first.number} of log {first.log_id}, too",
+                f"shard {self._shard}, shard slot {slot} is also in slot {first.number} of log {first.log_id}",
             )
         return [self._found[slot] for slot in sorted(self._found)]
 
@@ -178,7 +178,7 @@ class ShardSections:
             for (log_id, number), damage in sorted(self._damage.items())
             if log_id == each.log_id and after < number and (number < before or not upper)
         ]
-        between = f"behind slot {after}" + (f" and before slot {before}" if upper or each.through else "")
+        between = f"after slot {after}" + (f" and before slot {before}" if upper or each.through else "")
         why = f" ({'; '.join(reasons[:3])})" if reasons else ""
         return object_store.Damaged(
             names.log_prefix(each.log_id), f"shard {self._shard}, shard slot {slot}, {between}: {detail}{why}"

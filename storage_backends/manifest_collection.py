@@ -58,7 +58,7 @@ class CollectTombstones(Generic[Collected]):
 
     def __post_init__(self) -> None:
         if len(self._dropped | self.failed) < len(self.deleted) + len(self.failed) + len(self.given_up):
-            raise ValueError("an object is deleted, failed or given up, one of them")
+            raise ValueError("an object must be exactly one of deleted, failed and given up")
 
     @property
     def _dropped(self) -> frozenset[str]:
@@ -68,7 +68,7 @@ class CollectTombstones(Generic[Collected]):
         if tip is None:
             return _NO_MANIFEST
         missing = (self._dropped | self.failed) - _buried(tip)
-        return f"objects {sorted(missing)} are no tombstones" if missing else None
+        return f"objects {sorted(missing)} are not tombstones" if missing else None
 
     def apply(self, tip: Collected | None) -> Collected:
         tip = _existing(tip)

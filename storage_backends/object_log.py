@@ -40,7 +40,7 @@ class ObjectLogs:
         for entry in self._store.list(names.LOGS_PREFIX):
             log_id, _, _ = entry.key.removeprefix(names.LOGS_PREFIX).partition("/")
             if not log_slot_format.is_log_id(log_id):
-                raise object_store.Damaged(entry.key, "it lies among logs, and its name is not a log's")
+                raise object_store.Damaged(entry.key, "it is stored among logs, but has no name of a log")
             found.add(log_id)
         return frozenset(found)
 
@@ -97,11 +97,11 @@ class ObjectLog(SlotLog):
         if self._low is None:
             numbers = sorted(self._listed())
             if numbers and number >= numbers[-1]:
-                raise ValueError(f"slot {numbers[-1]} of log {self.log_id} is its highest: it stays")
+                raise ValueError(f"slot {numbers[-1]} of log {self.log_id} is its highest, which must stay")
             self._delete(each for each in numbers if each <= number and self._may_go(each))
             return
         if number >= self._top:
-            raise ValueError(f"slot {number} of log {self.log_id} may be its highest: it stays")
+            raise ValueError(f"slot {number} of log {self.log_id} may be its highest, which must stay")
         low = self._low
         doubtful = range(low, min(self._doubtful_below, number + 1))
         self._doubtful_below = max(self._doubtful_below, number + 1)
@@ -123,7 +123,7 @@ class ObjectLog(SlotLog):
             except format_errors.FormatError as error:
                 raise object_store.Damaged(entry.key, str(error)) from error
             if entry.key != self._key(number):
-                raise object_store.Damaged(entry.key, "it lies among log slots, and its name is not a slot's")
+                raise object_store.Damaged(entry.key, "it is stored among log slots, but has no name of a slot")
             found.append(number)
         return found
 

@@ -213,21 +213,21 @@ def check_key(key: str) -> None:
     enough.
     """
     if len(key) > KEY_BYTES_MAX:
-        raise ValueError(f"key of {len(key)} bytes: the limit is {KEY_BYTES_MAX}: {key!r}")
+        raise ValueError(f"key {key!r} has {len(key)} bytes; it must have at most {KEY_BYTES_MAX}")
     for part in key.split("/"):
         if _KEY_PART.fullmatch(part) is None:
             raise ValueError(
-                f"key {key!r}: part {part!r} must be letters, digits, '.', '_' or '-', not empty, not begin with '.'"
+                f"key {key!r}: part {part!r} must be one or more of letters, digits, '.', '_', '-', not '.' first"
             )
         if len(part) > KEY_PART_BYTES_MAX:
-            raise ValueError(f"key {key!r}: a part of {len(part)} bytes, the limit is {KEY_PART_BYTES_MAX}")
+            raise ValueError(f"key {key!r}: a part has {len(part)} bytes; it must have at most {KEY_PART_BYTES_MAX}")
 
 
 def check_prefix(prefix: str) -> None:
     """Raise `ValueError` unless a key can begin with `prefix`: nothing, whole parts, or a part of a part."""
     if _PREFIX.fullmatch(prefix) is None:
         raise ValueError(
-            f"prefix {prefix!r}: its parts must be letters, digits, '.', '_' or '-', not empty, not begin with '.'"
+            f"prefix {prefix!r}: its parts must be one or more of letters, digits, '.', '_', '-', not '.' first"
         )
 
 
@@ -242,16 +242,16 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
         if _METADATA_KEY.fullmatch(name) is None:
             raise ValueError(f"metadata key {name!r} must be lower-case letters and digits, with hyphens between them")
         if _METADATA_VALUE.fullmatch(value) is None:
-            raise ValueError(f"metadata {name}={value!r} must be printable ASCII, not empty, no blank at either end")
+            raise ValueError(f"metadata {name}={value!r} must be printable ASCII, not empty, without outer blanks")
         size_bytes += len(name) + len(value)
     if size_bytes > METADATA_BYTES_MAX:
-        raise ValueError(f"metadata of {size_bytes} bytes: the limit is {METADATA_BYTES_MAX}")
+        raise ValueError(f"metadata has {size_bytes} bytes; it must have at most {METADATA_BYTES_MAX}")
 
 
 def check_range(offset: int, length: int) -> None:
     """Raise `ValueError` unless the range has at least one byte and does not begin before the body."""
     if offset < 0 or length < 1:
-        raise ValueError(f"range of {length} bytes from {offset}: at least one byte, from 0 on")
+        raise ValueError(f"range is {length} bytes from {offset}; it must be at least one byte from 0 or above")
 
 
 def delays_s(jitter: Callable[[], float], *, first_s: float, last_s: float) -> Iterator[float]:

@@ -31,7 +31,7 @@ def read_or_create(store: ObjectStore, *, shards: int, log_form: LogForm, root_i
     if found is not None:
         return found
     if next(store.list(_SHARDS_PREFIX), None) is not None:
-        return _created_meanwhile(store, "it is missing, and the root has shards: their number is not known")
+        return _created_meanwhile(store, "it is missing, although the root has shards: their number is unknown")
     made = RootFormat(
         format_version=manifest.FORMAT_VERSION,
         shards=shards,
@@ -45,14 +45,14 @@ def read_or_create(store: ObjectStore, *, shards: int, log_form: LogForm, root_i
         found = read(store)
         if found is None:
             # The store answers 409 also while no writer has won: a later try may win.
-            raise StoreUnavailable(names.FORMAT_KEY, f"{error.reason}, and it is not there yet") from error
+            raise StoreUnavailable(names.FORMAT_KEY, f"{error.reason}, but it does not exist yet") from error
         return found
     except OutcomeUnknown:
         found = read(store)
         if found is None:
             raise
         return found
-    return _created_meanwhile(store, "it was created, and it is not there")
+    return _created_meanwhile(store, "it was created, but it cannot be found")
 
 
 def _created_meanwhile(store: ObjectStore, otherwise: str) -> RootFormat:
@@ -91,6 +91,6 @@ def read(store: ObjectStore) -> RootFormat | None:
 
 def _other_version(found: int) -> str:
     return (
-        f"the root has format version {found}, this release serves {manifest.FORMAT_VERSION}: serve it with the "
-        "release that made it, or begin with an empty root"
+        f"the root has format version {found}; this release serves {manifest.FORMAT_VERSION}. Use the "
+        "release that made the root, or start with an empty root"
     )

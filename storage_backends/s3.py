@@ -168,14 +168,14 @@ class S3Settings:
         if self.prefix:
             check_key(self.prefix)
         if not self.bucket:
-            raise ValueError("bucket must be named")
+            raise ValueError("bucket is empty; it must be a name")
         if (self.access_key_id is None) != (self.secret_access_key is None):
-            raise ValueError("access_key_id and secret_access_key are given together or not at all")
+            raise ValueError("give both access_key_id and secret_access_key, or neither")
         for name in ("attempts", "connections_max", "list_page_keys"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: at least 1")
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.list_page_keys > 1000:
-            raise ValueError(f"list_page_keys is {self.list_page_keys}: at most 1000")
+            raise ValueError(f"list_page_keys is {self.list_page_keys}; it must be at most 1000")
 
 
 class S3Store(ObjectStore):

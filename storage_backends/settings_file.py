@@ -141,7 +141,7 @@ def _set(data: dict[str, Any], settings: type[msgspec.Struct], source: str, keys
                 data[name] = msgspec.convert(text, fields[name], strict=False)
             except msgspec.ValidationError as error:
                 why = _plainly(str(error).partition(" - at `$")[0], fields[name])
-                raise SettingsError(f"{'.'.join(keys)}{source} is {text!r}: {why}") from error
+                raise SettingsError(f"{'.'.join(keys)}{source} is {text!r}; {why}") from error
         else:
             data = data.setdefault(name, {})
             section = fields[name]
@@ -161,7 +161,7 @@ def _explain(error: msgspec.ValidationError, data: dict[str, Any], settings: typ
         elif isinstance(value, list) and index:
             value = value[int(index)]
         declared = _below(declared, key)
-    return f"{where.rstrip('`')} is {value!r}: {_plainly(what, declared)}"
+    return f"{where.rstrip('`')} is {value!r}; {_plainly(what, declared)}"
 
 
 def _below(declared: Any, key: str) -> Any:

@@ -31,7 +31,7 @@ class LogHeld(object_store.StoreUnavailable):
     """
 
     def __init__(self, log_id: str, holder: str) -> None:
-        super().__init__(names.log_prefix(log_id), f"it is held by {holder}, which lives: end that process first")
+        super().__init__(names.log_prefix(log_id), f"it is held by {holder}, which is running: end that process first")
         self.holder = holder
 
 

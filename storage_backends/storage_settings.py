@@ -243,7 +243,7 @@ class Collection(Section, frozen=True):
 def check_store(store: Store) -> None:
     """Check the settings of the store together. Raises SettingsError."""
     if store.kind == "s3" and not store.s3.bucket:
-        raise SettingsError("store.s3.bucket is not set, and store.kind is 's3'")
+        raise SettingsError("store.s3.bucket is not set; store.kind 's3' needs it")
 
 
 def check_bucket(bucket: Bucket) -> None:
@@ -253,10 +253,10 @@ def check_bucket(bucket: Bucket) -> None:
     )
     if bucket.max_indexes_per_bucket_snapshot_segment == 0:
         raise SettingsError(
-            "bucket.max_indexes_per_bucket_snapshot_segment is 0: a segment has at least one row; -1 is no limit"
+            "bucket.max_indexes_per_bucket_snapshot_segment is 0; it must be at least 1, or -1 for no limit"
         )
     if bucket.max_num_buckets == 0:
-        raise SettingsError("bucket.max_num_buckets is 0: it is at least 1; -1 is never")
+        raise SettingsError("bucket.max_num_buckets is 0; it must be at least 1, or -1 for never")
     if bucket.max_indexes_per_bucket_snapshot_segment > 0:
         refuse_above(
             "bucket.min_indexes_per_bucket_snapshot_segment",
@@ -268,7 +268,7 @@ def check_bucket(bucket: Bucket) -> None:
 
 def refuse_above(name: str, value: int, limit_name: str, limit: int) -> None:
     if value > limit:
-        raise SettingsError(f"{name} is {value}, above {limit_name}, which is {limit}")
+        raise SettingsError(f"{name} is {value}; it must be at most {limit_name}, which is {limit}")
 
 
 def segment_limits(bucket: Bucket, policy: TopicPolicy) -> SegmentLimits:

@@ -127,13 +127,13 @@ def form_of_new_root(store: ObjectStore, wanted: Wanted) -> LogForm:
     if wanted == "objects" or (wanted == "auto" and store.folder is None):
         return LogForm.OBJECTS
     if store.folder is None:
-        raise StoreRefused("store.log_form", "it is 'files', and the store is no local directory: use 'objects'")
+        raise StoreRefused("store.log_form", "it is 'files', but the store is not a local directory; use 'objects'")
     shared = _shared(store.folder)
     if shared is None:
         return LogForm.FILES
     if wanted == "files":
-        raise StoreRefused("store.log_form", f"it is 'files', and {shared}: use 'objects'")
-    log.warning("%s: the logs of this root are objects; let daemons of one machine alone use it", shared)
+        raise StoreRefused("store.log_form", f"it is 'files', but {shared}; use 'objects'")
+    log.warning("%s: the logs of this root are objects; only daemons of one machine may use it", shared)
     return LogForm.OBJECTS
 
 
@@ -146,10 +146,10 @@ def open_logs(form: LogForm, store: ObjectStore, executor: concurrent.futures.Ex
     if form is LogForm.OBJECTS:
         return ObjectLogs(store, executor)
     if store.folder is None:
-        raise StoreRefused("FORMAT", "the logs of this root are files of a local directory, and the store is none")
+        raise StoreRefused("FORMAT", "the logs of this root are files of a local directory, but the store is not one")
     shared = _shared(store.folder)
     if shared is not None:
-        raise StoreRefused("FORMAT", f"the logs of this root are files, and {shared}, where no lock holds")
+        raise StoreRefused("FORMAT", f"the logs of this root are files, but {shared}; locks do not hold there")
     return FileLogs(store.folder)
 
 

@@ -378,7 +378,7 @@ class _Hole:
         if log is None:
             where, key = f"log {self.log_id}, which has no slot", names.log_prefix(self.log_id)
         else:
-            where = f"log {self.log_id}, behind slot {self.after} and before slot {self.before}"
+            where = f"log {self.log_id}, after slot {self.after} and before slot {self.before}"
             key = names.log_slot_key(self.log_id, self.after + 1)
             damaged = [number for number in log.damaged if self.after < number < self.before]
             if damaged:
@@ -505,7 +505,7 @@ def _flaws_of_log(log: ReadLog, tips: Sequence[ShardManifest], holes: Sequence[t
     for end in log.ends:
         if lowest < end < log.highest:
             behind = int(log.numbers[log.numbers > end][0])
-            detail = f"it stands behind slot {end}, the end of the log"
+            detail = f"it stands after slot {end}, the end of the log"
             yield Suspicion(_finding(Kind.LOG_RULE, names.log_slot_key(log.log_id, behind), detail), shards, logs)
 
 

@@ -132,7 +132,7 @@ class ProbedConfirmation(Confirmation):
             self._end(error)
             raise
         except Exception as error:
-            self._end(Unavailable(f"{self._whose}: whether it is this daemon's still cannot be told: {error}"))
+            self._end(Unavailable(f"{self._whose}: cannot confirm that this daemon still owns it: {error}"))
             raise
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class ProbedConfirmation(Confirmation):
                 confirmed_at_s = await self._probe.look()
             except object_store.StoreError as error:
                 if attempt == 0:
-                    log.warning("%s: whether it is this daemon's still cannot be read: %s", self._whose, error)
+                    log.warning("%s: cannot confirm yet that this daemon still owns it: %s", self._whose, error)
                 await self._sleep(delay_s)
                 continue
             if confirmed_at_s is not None:

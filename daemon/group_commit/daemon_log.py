@@ -110,7 +110,7 @@ class LogCursor:
 
     def end(self) -> OwnLogEnd:
         """Return how far the log goes. Raises InvariantViolated while a slot is in flight, since it may go further."""
-        self._check_rests("its end is asked for")
+        self._check_rests("its end was asked for")
         return OwnLogEnd(log_id=self._log_id, end=self._certain, heads=self._heads)
 
     def head(self, shard: int) -> Head | None:
@@ -171,7 +171,7 @@ class LogCursor:
         `slot` is None if no section could be encoded, so that none is sent.
         """
         if self._under_way is None or self._slot is not None:
-            raise InvariantViolated(f"log {self._log_id}: a slot is frozen that was not begun")
+            raise InvariantViolated(f"log {self._log_id}: a slot was frozen that had not begun")
         self._slot = slot
         if slot is None:
             self._under_way = None
@@ -180,7 +180,7 @@ class LogCursor:
         """Record that the frozen slot is certain."""
         slot = self._slot
         if slot is None:
-            raise InvariantViolated(f"log {self._log_id}: no slot is under way")
+            raise InvariantViolated(f"log {self._log_id}: no slot is in flight")
         self._under_way = self._slot = None
         self._certain = slot.number
         self._heads = slot.header.heads
@@ -189,7 +189,7 @@ class LogCursor:
     def _begin_slot(self, kind: LogSlotKind, sections: Mapping[int, Encode]) -> SlotDraft:
         self._check_rests(f"{kind.name} begins")
         if self._closed or (kind is LogSlotKind.OPEN) != (self._certain == 0):
-            raise InvariantViolated(f"log {self._log_id}: {kind.name} begins behind slot {self._certain}")
+            raise InvariantViolated(f"log {self._log_id}: {kind.name} begins after slot {self._certain}")
         header = LogSlotHeader(
             log_id=self._log_id,
             number=self._certain + 1,
@@ -331,8 +331,8 @@ class SlotOutcome:
         if found.kind is LogSlotKind.FENCE:
             return Lost(self._number)
         raise Corruption(
-            f"log {self._log_id}: slot {self._number} holds a {found.kind.name} that this daemon did not write, and "
-            "nobody else writes there: the log's end was given up (tarryd give-up), the store does not honour "
+            f"log {self._log_id}: slot {self._number} holds a {found.kind.name} that this daemon did not write. No "
+            "other daemon writes there: the log's end was given up (tarryd give-up), the store does not honour "
             "conditional writes, or a log id was used twice"
         )
 
@@ -364,7 +364,7 @@ class LogTruncation:
     def claims(self, shard: int, *, after: int) -> None:
         """Record a claim that was frozen with an open log range behind `after`: from now on it may land."""
         if shard in self._claims:
-            raise InvariantViolated(f"shard {shard}: two claims of it are under way")
+            raise InvariantViolated(f"shard {shard}: two claims of it are in flight")
         self._claims[shard] = after
 
     def claim_failed(self, shard: int) -> None:
@@ -406,7 +406,7 @@ class LogLost(NotOwner):
     """Another process has ended the log at slot `fence`: every shard of this daemon may have another owner."""
 
     def __init__(self, log_id: str, fence: int) -> None:
-        super().__init__(f"log {log_id} was ended at slot {fence}: another daemon takes over what this one owned")
+        super().__init__(f"log {log_id} was ended at slot {fence} by another daemon, which takes over the shards")
         self.fence = fence
 
 
@@ -492,7 +492,7 @@ class LogWriter:
         if a fence is there, and the store's errors.
         """
         if not self._cursor.rests:
-            raise InvariantViolated(f"log {self._slots.log_id}: a probe while a slot is not certain tells nothing")
+            raise InvariantViolated(f"log {self._slots.log_id}: a probe proves nothing while a slot is not certain")
         return self._probe(self._cursor.last_certain + 1, self._clock())
 
     async def _probe(self, number: int, sent_at_s: float) -> float | None:
@@ -503,7 +503,7 @@ class LogWriter:
             return None
         if found.kind.ends:
             raise LogLost(self._slots.log_id, number)
-        raise Corruption(f"log {self._slots.log_id}: slot {number} is DATA, and its owner has not written it")
+        raise Corruption(f"log {self._slots.log_id}: slot {number} is DATA that its owner did not write")
 
     def _freeze_and_send(self, draft: SlotDraft) -> tuple[Encoded[FrozenSlot], tuple[float, bool]]:
         """Encode the slot and send the first copy, in one call.
@@ -549,7 +549,7 @@ class LogWriter:
                 await self._unless_ended(self._sleep(next(delays_s)))
                 continue
             decision = answer
-        log.warning("slot %d of the log is certain, it was sent %d times", slot.number, outcome.copies)
+        log.warning("slot %d of the log is certain after %d attempts", slot.number, outcome.copies)
         return CertainSlot(slot, decision.confirmed_at_s, outcome.copies, self._clock() - first_sent_at_s)
 
     async def _ask(self, slot: FrozenSlot, outcome: SlotOutcome, what: Next) -> Decision | None:
@@ -560,7 +560,7 @@ class LogWriter:
         except object_store.Damaged as error:
             raise Corruption(f"log slot {error}") from error
         except object_store.StoreError as error:
-            log.info("slot %d of the log cannot be asked for: %s", number, error)
+            log.info("cannot read slot %d of the log: %s", number, error)
             return None
         return outcome.asked(found) if what is Next.ASK else outcome.looked(found)
 
@@ -698,7 +698,7 @@ class DaemonLog(SlotWriter, Probe):
                 await self._within_deadline(self._cursor.close(), "CLOSE")
             log.info("log %s is closed at slot %d", self.log_id, self._cursor.last_certain)
         except Exception as error:  # noqa: BLE001 - after any error the next owner fences the log
-            log.warning("log %s is not closed, its next owner fences it: %s", self.log_id, error)
+            log.warning("cannot close log %s; the next owner will fence it: %s", self.log_id, error)
         finally:
             # Also when the time for a clean end is over
             await self.abandon()
@@ -850,7 +850,7 @@ class DaemonLog(SlotWriter, Probe):
         try:
             await self._environment.pools.collection.run(lambda: self._slots.delete_through(bound))
         except object_store.StoreError as error:
-            log.warning("log %s: slots up to %d cannot be deleted yet: %s", self.log_id, bound, error)
+            log.warning("log %s: cannot delete slots up to %d yet: %s", self.log_id, bound, error)
             return
         count = bound - self._deleted_through
         deleted = ObjectCount(count, sum(self._sizes[:count]))

@@ -84,7 +84,7 @@ class ShardSlots:
             raise Unavailable(f"the store has not answered for {stalled_s:.0f} s; nothing was stored, try again")
         if len(self._slots) >= STAGED_SLOTS_MAX:
             raise QuotaExceeded(
-                f"{len(self._slots)} full slots wait to be written, the limit is {STAGED_SLOTS_MAX}; try again",
+                f"{len(self._slots)} full slots wait to be written; the limit is {STAGED_SLOTS_MAX}; try again",
                 retry_after_ms=BACK_PRESSURE_RETRY_MS,
             )
 
@@ -234,7 +234,7 @@ class ShardSlots:
         Raises nothing.
         """
         if self._on_its_way is not None:
-            self.end(Unavailable(f"the shard is served by this daemon no longer: {error}"))
+            self.end(Unavailable(f"this daemon no longer serves the shard: {error}"))
             self._failed(error)
 
     def landed(self, section: Section, landed: LandedSection) -> None:
@@ -246,7 +246,7 @@ class ShardSlots:
         try:
             self._applied(landed, section.records, section.deletions)
         except Exception as error:  # noqa: BLE001 - any error is this shard's alone
-            self.end(Unavailable(f"the shard is served by this daemon no longer: {error}"))
+            self.end(Unavailable(f"this daemon no longer serves the shard: {error}"))
             self._failed(error)
             return
         for future in (taken.certain, taken.applied):

@@ -132,4 +132,4 @@ def _tell(work: asyncio.Future[Any]) -> None:
     """Log the error of a call whose caller has left."""
     if not work.cancelled() and (error := work.exception()) is not None:
         level = logging.INFO if isinstance(error, errors.TarryError) else logging.ERROR
-        log.log(level, "a call that nobody waits for any longer failed: %r", error)
+        log.log(level, "a call failed after its caller had left: %r", error)

@@ -130,7 +130,7 @@ class Sweeping:
         except ValueError as error:
             raise InvalidArgument(str(error)) from error
         if wish.store in self._under_way:
-            raise Conflict(f"a sweep of object store {wish.store} is under way")
+            raise Conflict(f"a sweep of object store {wish.store} is in progress")
         shards = dict(self._shards())
         if not shards or len(shards) < self._shards_total():
             raise NotOwner(
@@ -142,7 +142,7 @@ class Sweeping:
             if self._halted:
                 raise Unavailable("the daemon is stopping; sweep again when it serves")
             if dict(self._shards()) != shards:
-                raise NotOwner("this daemon does not own every shard any more, and cannot know what is in use")
+                raise NotOwner("this daemon no longer owns every shard, so it cannot know what is in use")
 
         self._under_way.add(wish.store)
         try:

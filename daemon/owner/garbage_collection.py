@@ -314,9 +314,7 @@ class Collection:
                 slots = await self._log_collection.own(dry_run=dry_run)
                 done = done.plus(0, 0, Summary(journal_slots=slots))
             except Halted:
-                raise Unavailable(
-                    "the shard is served by this daemon no longer, or it is stopping; try again"
-                ) from None
+                raise Unavailable("this daemon no longer serves the shard, or is stopping; try again") from None
             except StoreError as error:
                 raise Unavailable(f"the store cannot be reached: {error}") from error
             except commit.CommitOutcomeUnknown as error:

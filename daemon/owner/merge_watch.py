@@ -40,7 +40,7 @@ class MergeWatch:
             try:
                 await self._look()
             except StoreError as error:
-                log.info("what others merged is looked at later: %s", error)
+                log.info("cannot read merge hints, retrying: %s", error)
 
     async def _look(self) -> None:
         environment = self._environment

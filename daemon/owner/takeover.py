@@ -342,7 +342,7 @@ async def check_readable(
 def _shard_claim(won: ClaimedShard, loaded: LoadedCheckpoint, read: Sequence[checkpoints.DecodedSection]) -> ShardClaim:
     manifest = won.tip.manifest
     deletions = recovery.deletions_of(loaded.checkpoint, ((each.slot, each.deletions) for each in read))
-    log.info("shard %d: taken over with epoch %d behind slot %d", won.shard, manifest.epoch, _last_slot(manifest))
+    log.info("shard %d: taken over with epoch %d after slot %d", won.shard, manifest.epoch, _last_slot(manifest))
     return ShardClaim(
         shard=won.shard,
         epoch=manifest.epoch,

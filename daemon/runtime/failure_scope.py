@@ -41,7 +41,7 @@ class ShardLost(Unavailable):
     """The loss of `shard`: nothing of it is served here for now. `cause` is why."""
 
     def __init__(self, shard: int, cause: BaseException) -> None:
-        super().__init__(f"shard {shard} is served by this daemon no longer: {cause}")
+        super().__init__(f"shard {shard} is no longer served by this daemon: {cause}")
         self.shard = shard
         self.cause = cause
 

@@ -177,7 +177,7 @@ class ServedShard:
         try:
             tip = await asyncio.wait_for(look, SUCCESSOR_LOOK_S)
         except (StoreError, Corruption, TimeoutError) as error:
-            log.warning("shard %d: who owns it now cannot be told: %s", self.number, error)
+            log.warning("shard %d: cannot tell who owns it now: %s", self.number, error)
             return None
         return None if tip.manifest.epoch == self.epoch else range_operations.superseded_by(tip, epoch=self.epoch)
 
@@ -452,7 +452,7 @@ class ServedShard:
             raise OutcomeUnknown(f"topic {name} is new, and the store has not answered; a retry is safe") from None
         except asyncio.CancelledError:
             if birth.cancelled():
-                raise Unavailable("the shard is served by this daemon no longer; try again") from None
+                raise Unavailable("this daemon no longer serves the shard; try again") from None
             raise
 
     def _birth_ended(self, name: str, birth: asyncio.Task[ServedTopic]) -> None:

@@ -148,7 +148,7 @@ class TopicLoading:
             task.cancel()
         for outcome in self._outcomes.values():
             if not outcome.done():
-                outcome.set_exception(Unavailable(f"shard {self._shard} is served by this daemon no longer; try again"))
+                outcome.set_exception(Unavailable(f"shard {self._shard} is no longer served by this daemon; try again"))
         self._outcomes.clear()
 
     # ---- requests
@@ -225,7 +225,7 @@ class TopicLoading:
 
     def _ask(self, topic_id: str) -> asyncio.Future[None]:
         if self._closed:
-            raise Unavailable(f"shard {self._shard} is served by this daemon no longer; try again")
+            raise Unavailable(f"shard {self._shard} is no longer served by this daemon; try again")
         if topic_id not in self._under_way and topic_id not in self._put_off:
             self._waiting.pop(topic_id, None)
             self._later.pop(topic_id, None)
@@ -526,7 +526,9 @@ class TopicLoading:
                         raise
                     tip = overtaken.tip
                     continue
-                log.error("topic %s: a bucket is quarantined, the others are served: %s", tip.manifest.topic, damage)
+                log.error(
+                    "topic %s: quarantined a damaged bucket; the others are served: %s", tip.manifest.topic, damage
+                )
                 self._environment.metrics.damage_found("bucket")
         return tip
 

@@ -311,7 +311,7 @@ class BucketLifecycle:
             return
         index = self._topic.indexes.holding(bucket)
         if index is not None and bucket not in self._damaged:
-            log.error("topic %s: a bucket is quarantined, the others are served: %s", self._topic.name, damage)
+            log.error("topic %s: quarantined a damaged bucket; the others are served: %s", self._topic.name, damage)
             self._environment.metrics.damage_found("bucket")
             index.leave_out(bucket)
             self._damaged[bucket] = damage
@@ -427,7 +427,7 @@ class BucketLifecycle:
         try:
             await self._manifests.read()
         except StoreError as error:
-            log.info("topic %s: what others merged is looked at later: %s", self._topic.name, error)
+            log.info("topic %s: cannot read merged buckets, retrying: %s", self._topic.name, error)
             self._looked_at_s, self._look_in_s = self._environment.clock.elapsed_s(), LOOK_AGAIN_S
 
     async def _learn(self) -> None:
@@ -555,7 +555,7 @@ class BucketLifecycle:
                 )
             except topic_manifests.Overtaken as overtaken:
                 # The bucket that replaced it is learned next and holds its rows undamaged.
-                log.info("topic %s: the damaged bucket is needed no more: %s", self._topic.name, overtaken)
+                log.info("topic %s: the damaged bucket is no longer needed: %s", self._topic.name, overtaken)
             else:
                 self._topic.quarantine(next(live for live in committed.live if live.object.name == bucket))
         del self._damaged[bucket]

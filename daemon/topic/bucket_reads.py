@@ -164,7 +164,7 @@ class SegmentLoader:
             if await self._is_live(segments.bucket):
                 raise
             environment.metrics.read_merged_away()
-            log.info("what took the place of a bucket that was merged away is read: %s", error)
+            log.info("reading the bucket that replaced a merged one: %s", error)
             return []
 
     async def _read_once(self, segments: SegmentRange) -> list[KeyedRows]:

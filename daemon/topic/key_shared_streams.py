@@ -132,7 +132,7 @@ class KeySharedOutbox:
         elif isinstance(item, Sent):
             self.rows -= 0 if item.taken_back else item.count
         else:
-            raise InvariantViolated("a mark is taken for something that goes out")
+            raise InvariantViolated("a mark was taken as an item to send")
         return item
 
     def end(self, error: Exception) -> None:
@@ -216,7 +216,7 @@ class KeySharedStream(OpenStream):
         self._check_open()
         number = self._numbers.pop(consumer_id, None)
         if number is None:
-            raise InvalidArgument(f"consumer_id is {consumer_id}; no consumer of the stream has it")
+            raise InvalidArgument(f"consumer_id is {consumer_id}; it must be the id of a consumer of the stream")
         del self._consumer_ids[number]
         self._columns = None
         self._sharing.leave(self, number)
@@ -324,7 +324,7 @@ class KeySharedStream(OpenStream):
         """End the outbox, since the caller takes nothing more; those that wait for plans get an error."""
         if self._ended is None:
             self._sharing.set_full(self, is_full=True)
-        self.outbox.end(Unavailable("the caller has sent its last request: nothing is sent any more"))
+        self.outbox.end(Unavailable("the caller has ended its requests, so the daemon sends nothing more"))
 
     def end(self, error: Exception) -> None:
         super().end(error)
@@ -385,7 +385,7 @@ class SharingRounds:
         )
         core.open(state, stream.dispatcher)
         if state.key_shared is None:
-            raise InvariantViolated(f"subscription {state.stored.name!r} is not shared by key after it was begun")
+            raise InvariantViolated(f"subscription {state.stored.name!r} is not shared by key after its sharing began")
         if self._shared is None:
             self._shared = _Shared(state.key_shared)
         shared = self._shared
@@ -450,20 +450,20 @@ class SharingRounds:
             if not consumer_id:
                 raise InvalidArgument("consumer_id is 0; it must be at least 1")
             if consumer_id in known:
-                raise InvalidArgument(f"consumer_id {consumer_id} is given to two consumers; each has one of its own")
+                raise InvalidArgument(f"consumer_id is {consumer_id} for two consumers; it must be unique in a stream")
             known.add(consumer_id)
             limits.check_name(f"name of consumer {consumer_id}", consumer.name, NAME_MAX_BYTES)
             size_bytes = len(consumer.address.encode())
             if size_bytes > ADDRESS_MAX_BYTES:
                 raise InvalidArgument(
-                    f"address of consumer {consumer_id} has {size_bytes} bytes in UTF-8; it may have at most "
+                    f"address of consumer {consumer_id} has {size_bytes} bytes in UTF-8; it must have at most "
                     f"{ADDRESS_MAX_BYTES}"
                 )
             hash_slots.check_ranges(f"hash_ranges of consumer {consumer_id}", consumer.hash_ranges)
         count = 0 if self._shared is None else len(self._shared.consumers)
         if consumers and count + len(consumers) > self._consumers_max:
             raise QuotaExceeded(
-                f"subscription {self._state.stored.name!r} has {count} consumers, {len(consumers)} would join, the "
+                f"subscription {self._state.stored.name!r} has {count} consumers and {len(consumers)} would join; the "
                 f"limit is {self._consumers_max}",
                 retry_after_ms=CONSUMERS_RETRY_MS,
             )
@@ -476,7 +476,7 @@ class SharingRounds:
         self.check_consumers(consumers)
         for consumer in consumers:
             if stream.has(consumer.consumer_id):
-                raise InvalidArgument(f"consumer_id is {consumer.consumer_id}; a consumer of the stream has it already")
+                raise InvalidArgument(f"consumer_id is {consumer.consumer_id}; it must be unique in a stream")
         numbers = [self._subscription.next_dispatcher() for _ in consumers]
         shared.key_shared.join(
             [
@@ -520,7 +520,7 @@ class SharingRounds:
         """
         topic, state = self._topic, self._state
         if not self._subscription.may_hand_out:
-            raise Unavailable(f"topic {topic.core.name}: nothing may be handed out now; try again")
+            raise Unavailable(f"topic {topic.core.name}: rows may not be delivered now; try again")
         shared = self._open()
         self._take_back(shared)
         numbers = topic.core.key_sharing.plan(

@@ -170,7 +170,7 @@ class Leases:
             self._sweep()
         if len(self._ends_s) >= self._leases_max:
             raise QuotaExceeded(
-                f"subscription {self._state.stored.name!r} has {len(self._ends_s)} leases, the limit is "
+                f"subscription {self._state.stored.name!r} has {len(self._ends_s)} leases; the limit is "
                 f"{self._leases_max}",
                 retry_after_ms=LEASES_RETRY_MS,
             )

@@ -124,8 +124,8 @@ class BucketMerging:
             return await asyncio.wait_for(asyncio.shield(asked.answer), MERGE_ANSWER_S)
         except TimeoutError:
             raise OutcomeUnknown(
-                f"topic {self._topic.name}: its buckets are not merged after {MERGE_ANSWER_S:.0f} s; that goes "
-                "on, and a retry is safe"
+                f"topic {self._topic.name}: merging its buckets has taken {MERGE_ANSWER_S:.0f} s; the "
+                "merge continues, and a retry is safe"
             ) from None
 
     async def halt(self) -> None:
@@ -155,7 +155,7 @@ class BucketMerging:
         self._asked.clear()
 
     def _served_no_longer(self) -> Unavailable:
-        return Unavailable(f"topic {self._topic.name} is served by this daemon no longer; try again")
+        return Unavailable(f"topic {self._topic.name} is no longer served by this daemon; try again")
 
     # ---- choosing
 
@@ -285,10 +285,10 @@ class BucketMerging:
             return await self._made(self._plan(run))
         except (format_errors.FormatError, merge.NotConserved) as error:
             # Each of them is undamaged, but together they contradict the manifest: no merge may hide that.
-            log.error("topic %s: buckets are not merged: %s", self._topic.name, error)
+            log.error("topic %s: cannot merge buckets: %s", self._topic.name, error)
             self._unmergeable.update(run)
         except (StoreError, Corruption) as error:
-            log.warning("topic %s: buckets are not merged now, trying again: %s", self._topic.name, error)
+            log.warning("topic %s: cannot merge buckets now, retrying: %s", self._topic.name, error)
         return "failed"
 
     def _plan(self, run: Sequence[str]) -> MergePlan:
@@ -341,7 +341,7 @@ class BucketMerging:
         try:
             await self._manifests.commit(lambda tip: written.operation)
         except topic_manifests.Overtaken as refused:
-            log.info("topic %s: a merge is refused, its output is not used: %s", self._topic.name, refused.reason)
+            log.info("topic %s: refused a merge and discarded its output: %s", self._topic.name, refused.reason)
             return "refused"
         self._count(plan, written)
         return "merged"
@@ -419,7 +419,7 @@ class Adoption:
             # A missing index belongs to a subscription that is being deleted.
             if index is not None and not index.knows(live.object.name):
                 if not live.level:
-                    raise InvariantViolated(f"bucket {live.object.name} is live and not served, and it was not merged")
+                    raise InvariantViolated(f"bucket {live.object.name} is live but neither served nor merged")
                 found.append(live)
         return found
 
@@ -428,7 +428,7 @@ class Adoption:
         for bucket in self._merged_away(manifest):
             if bucket.present_rows:
                 raise InvariantViolated(
-                    f"bucket {bucket.name} left the manifest with {bucket.present_rows} rows that are not gone"
+                    f"bucket {bucket.name} left the manifest with {bucket.present_rows} rows still present"
                 )
             self._topic.core.drop(bucket.name)
 
@@ -512,7 +512,7 @@ class Adoption:
         return await backoff.until_answered(
             lambda: self._environment.run(work),
             failed=lambda error: log.warning(
-                "topic %s: a merged bucket cannot be read, trying again: %s", self._topic.core.name, error
+                "topic %s: cannot read a merged bucket, retrying: %s", self._topic.core.name, error
             ),
             waiting=self._environment,
         )
@@ -535,5 +535,5 @@ class Adoption:
             )
         except topic_manifests.Overtaken:
             return
-        log.error("topic %s: a merged bucket is quarantined, the others are served: %s", self._topic.core.name, damage)
+        log.error("topic %s: quarantined a merged bucket; the others are served: %s", self._topic.core.name, damage)
         self._environment.metrics.damage_found("bucket")

@@ -105,7 +105,7 @@ class ServedSubscription:
         if key_shared and mode is Mode.SHARED:
             raise Conflict(f"subscription {name!r} is open as SHARED; close these streams first")
         if key_shared and mode is Mode.LEASED:
-            raise Conflict(f"positions of subscription {name!r} are leased, or about to be; let the leases end first")
+            raise Conflict(f"positions of subscription {name!r} are leased or being leased; let the leases end first")
 
     # ---- dispatchers
 
@@ -358,7 +358,7 @@ class StreamOpening:
         served.check_mode(key_shared=key_shared)
         if len(served.streams) >= self._streams_max:
             raise QuotaExceeded(
-                f"subscription {state.stored.name!r} has {len(served.streams)} open streams, the limit is "
+                f"subscription {state.stored.name!r} has {len(served.streams)} open streams; the limit is "
                 f"{self._streams_max}",
                 retry_after_ms=STREAMS_RETRY_MS,
             )
@@ -420,5 +420,5 @@ def _check_holders(held: HeldByConsumers, consumers: Sequence[Consumer]) -> None
     if len(strange):
         row = int(strange[0])
         raise InvalidArgument(
-            f"held_consumer_id[{row}] is {held.consumer_id[row]}, which none of the consumers of this open has"
+            f"held_consumer_id[{row}] is {held.consumer_id[row]}, but no consumer in this request has that id"
         )

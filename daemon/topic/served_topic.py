@@ -229,7 +229,7 @@ class ServedTopic:
         """Raise QuotaExceeded if too many buckets wait for their seal to accept more rows."""
         if self.core.indexes.sealing >= SEALING_MAX:
             raise QuotaExceeded(
-                f"topic {self.core.name}: {SEALING_MAX} buckets wait to be sealed, that is the limit; try again",
+                f"topic {self.core.name}: {SEALING_MAX} buckets wait to be sealed, which is the limit; try again",
                 retry_after_ms=SEALING_RETRY_MS,
             )
 

@@ -212,7 +212,7 @@ class AckRequests:
         topic.check_there(state)
         if not topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
             return False
-        async with self._in_time("a slot that names the positions was not durable"):
+        async with self._in_time("a slot with the positions was not durable"):
             while topic.core.redelivery.is_staged(state, named, is_forwarded=is_forwarded):
                 await topic.slots.settled()
                 await topic.gate.passed()
@@ -239,7 +239,7 @@ class AckRequests:
         seen: SeenRows = {}
         while True:
             # Rows that a former owner delivered may not have been passed here, nor rows that were added again.
-            async with self._in_time("what is due could not be read"):
+            async with self._in_time("due rows could not be read"):
                 await self._topic.settle_due()
             # Even if nothing will be found: some requests decide something about such positions.
             if await self.decidable(state, named, is_forwarded=is_forwarded):
@@ -357,7 +357,7 @@ class NackRequests:
         limits.check_distinct(positions.ledger_id, positions.entry_id, positions.batch_index)
         size_bytes = len(nack.text.encode())
         if size_bytes > TEXT_MAX_BYTES:
-            raise InvalidArgument(f"reason has {size_bytes} bytes in UTF-8; it may have at most {TEXT_MAX_BYTES}")
+            raise InvalidArgument(f"reason has {size_bytes} bytes in UTF-8; it must have at most {TEXT_MAX_BYTES}")
         settings = self._topic.settings
         field, delay_ms = "delay_ms", nack.delay_ms
         if nack.delay_level is not None:
@@ -420,7 +420,7 @@ class NackRequests:
             if not isinstance(error, TarryError) or isinstance(error, InvariantViolated):
                 self._topic.failed(error)
                 return
-            log.info("topic %s: ack time-outs are looked for again: %r", self._topic.core.name, error)
+            log.info("topic %s: cannot nack overdue rows, retrying: %r", self._topic.core.name, error)
         self._arm()
 
     async def _nack_overdue(self) -> None:

@@ -283,4 +283,4 @@ def _fail(adds: Sequence[_Waiting | _Decided], error: BaseException) -> None:
             each.answer.set_exception(error)
         else:
             level = logging.INFO if isinstance(error, TarryError) else logging.ERROR
-            log.log(level, "an add that nobody waits for any longer failed: %r", error)
+            log.log(level, "an add failed after its caller had left: %r", error)

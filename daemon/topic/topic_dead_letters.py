@@ -49,16 +49,16 @@ def check_filter(asked: DeadLetterFilter, *, ids_max: int) -> None:
     """
     if asked.ids is not None:
         if len(asked.ids) > ids_max:
-            raise InvalidArgument(f"dead_letter_id has {len(asked.ids)} ids; a request may have {ids_max}")
+            raise InvalidArgument(f"dead_letter_id has {len(asked.ids)} ids; it must have at most {ids_max}")
         unordered = np.flatnonzero(asked.ids[1:] <= asked.ids[:-1])
         if len(unordered):
             row = int(unordered[0]) + 1
             raise InvalidArgument(
-                f"dead_letter_id[{row}] is {asked.ids[row]}, after {asked.ids[row - 1]}; ids ascend, each is named once"
+                f"dead_letter_id[{row}] is {asked.ids[row]}; it must be above the id before it, {asked.ids[row - 1]}"
             )
     limits.check_ledgers(asked.ledgers)
     if asked.from_ms is not None and asked.until_ms is not None and asked.until_ms < asked.from_ms:
-        raise InvalidArgument(f"until_ms is {asked.until_ms}, before from_ms, which is {asked.from_ms}")
+        raise InvalidArgument(f"until_ms is {asked.until_ms}; it must be at least from_ms, which is {asked.from_ms}")
 
 
 @dataclasses.dataclass(slots=True)
@@ -214,16 +214,14 @@ class TopicDeadLetters:
         name = self._topic.core.name
         if not task.done():
             raise OutcomeUnknown(
-                f"topic {name}: the {what} is not done after {ANSWER_S:.0f} s; it goes on, and a retry is safe"
+                f"topic {name}: the {what} has taken {ANSWER_S:.0f} s; it continues, and a retry is safe"
             )
         if task.cancelled():
-            raise Unavailable(f"topic {name} is served by this daemon no longer; try again")
+            raise Unavailable(f"topic {name} is no longer served by this daemon; try again")
         return task.result()
 
     def _tell(self, what: str, task: asyncio.Task[Any]) -> None:
         """Log the failure of work whose caller has gone."""
         if not task.cancelled() and (error := task.exception()) is not None:
             level = logging.INFO if isinstance(error, TarryError) else logging.ERROR
-            log.log(
-                level, "topic %s: a %s that goes on without its caller failed: %r", self._topic.core.name, what, error
-            )
+            log.log(level, "topic %s: a %s failed after its caller had left: %r", self._topic.core.name, what, error)

@@ -70,7 +70,7 @@ class TopicGate:
                 f"topic {self._topic}: the change is not durable after {STALL_ANSWER_S:.0f} s; a retry is safe"
             )
         if task.cancelled():
-            raise self._ended or Unavailable(f"topic {self._topic} is served by this daemon no longer; try again")
+            raise self._ended or Unavailable(f"topic {self._topic} is no longer served by this daemon; try again")
         return task.result()
 
     def end(self, error: Exception) -> None:
@@ -119,10 +119,10 @@ class TopicGate:
         """Log the failure of a change whose caller has gone."""
         if not task.cancelled() and (error := task.exception()) is not None:
             level = logging.INFO if isinstance(error, TarryError) else logging.ERROR
-            log.log(level, "topic %s: a change that nobody waits for any longer failed: %r", self._topic, error)
+            log.log(level, "topic %s: a change failed after its caller had left: %r", self._topic, error)
 
     def _busy(self) -> Unavailable:
         return Unavailable(
-            f"topic {self._topic}: a change of it, or a slot before it, has not been durable for "
+            f"topic {self._topic}: a change to the topic, or a slot before it, was not durable for "
             f"{STALL_ANSWER_S:.0f} s; try again"
         )

@@ -69,8 +69,8 @@ _TOPIC_LIMITS = {
 }
 # Fields that must not be 0 although their range includes it
 _NOT_ZERO = {
-    "max_indexes_per_bucket_snapshot_segment": "a segment has at least one row; -1 is no limit",
-    "max_num_buckets": "it is at least 1; -1 is never",
+    "max_indexes_per_bucket_snapshot_segment": "at least 1, or -1 for no limit",
+    "max_num_buckets": "at least 1, or -1 for never",
 }
 
 
@@ -170,9 +170,9 @@ def check_topic_policy(policy: TopicPolicy) -> None:
     values = _fields(policy)
     for name, (least, most) in _TOPIC_LIMITS.items():
         _check_number(name, values[name], least, most)
-    for name, why in _NOT_ZERO.items():
+    for name, allowed in _NOT_ZERO.items():
         if values[name] == 0:
-            raise InvalidArgument(f"{name} is 0: {why}")
+            raise InvalidArgument(f"{name} is 0; it must be {allowed}")
     _check_not_above(values, "min_index_count_per_bucket", "bucket_rows_max")
     if (policy.max_indexes_per_bucket_snapshot_segment or 0) > 0:
         _check_not_above(values, "min_indexes_per_bucket_snapshot_segment", "max_indexes_per_bucket_snapshot_segment")
@@ -197,7 +197,7 @@ def check_subscription_policy(policy: SubscriptionPolicy, *, delay_max_ms: int) 
 def check_properties(properties: NamedValues) -> None:
     """Raise InvalidArgument for too many properties, and for one whose name or value is too long."""
     if len(properties) > PROPERTIES_MAX:
-        raise InvalidArgument(f"properties has {len(properties)} entries; it may have {PROPERTIES_MAX}")
+        raise InvalidArgument(f"properties has {len(properties)} entries; it must have at most {PROPERTIES_MAX}")
     for name, value in properties:
         _check_text("a name", name, 1, PROPERTY_NAME_MAX_BYTES)
         _check_text(f"the value of {name!r}", value, 0, PROPERTY_VALUE_MAX_BYTES)
@@ -208,8 +208,8 @@ def _check_key_shared(policy: KeySharedPolicy) -> None:
     _check_number("key_shared.nack_block_max_ms", policy.nack_block_max_ms, 1, NACK_BLOCK_MAX_MS)
     if policy.allow_out_of_order_delivery and policy.nack_order is NackOrder.BLOCK_KEY:
         raise InvalidArgument(
-            "key_shared.allow_out_of_order_delivery is true and key_shared.nack_order is BLOCK_KEY: the one gives the "
-            "order of keys up, the other keeps it; give at most one"
+            "key_shared.allow_out_of_order_delivery is true and key_shared.nack_order is BLOCK_KEY: the first gives up "
+            "key order, the second keeps it; set at most one"
         )
 
 
@@ -225,7 +225,7 @@ def _check_number(name: str, value: int | None, least: int, most: int) -> None:
 def _check_not_above(values: dict[str, Any], name: str, limit_name: str) -> None:
     value, limit = values[name], values[limit_name]
     if value is not None and limit is not None and value > limit:
-        raise InvalidArgument(f"{name} is {value}, above {limit_name}, which is {limit}")
+        raise InvalidArgument(f"{name} is {value}; it must be at most {limit_name}, which is {limit}")
 
 
 def _check_text(what: str, text: str, least: int, most: int) -> None:

@@ -138,6 +138,6 @@ class TopicWithdrawals:
                 yield
         except TimeoutError:
             raise Unavailable(
-                f"topic {self._topic.core.name}: what is due could not be read, or a slot that names the positions "
-                f"was not durable, for {STALL_ANSWER_S:.0f} s; nothing was changed, try again"
+                f"topic {self._topic.core.name}: due rows could not be read, or a slot with the positions "
+                f"was not durable, for {STALL_ANSWER_S:.0f} s; nothing changed, try again"
             ) from None

@@ -237,7 +237,7 @@ class Viewing:
         async with self._reads:
             if self._environment.clock.elapsed_s() > deadline_s:
                 raise QuotaExceeded(
-                    f"counting the rows of topic {topic.core.name} takes longer than {LOOK_S:.0f} s, that is the "
+                    f"counting the rows of topic {topic.core.name} takes longer than {LOOK_S:.0f} s, which is the "
                     "limit; ask for fewer ledgers or a shorter range",
                     retry_after_ms=LOOK_RETRY_MS,
                 )
@@ -283,7 +283,7 @@ class Viewing:
             missing = isinstance(error, bucket_reads.BucketMissing)
             gone = missing and not await topic.bucket_is_live(bucket.name)
             if gone or topic.core.indexes.bucket(bucket.name) is not bucket:
-                raise _LeftError(f"bucket {bucket.name} was merged or dropped while it was looked at") from error
+                raise _LeftError(f"bucket {bucket.name} was merged or dropped while it was read") from error
             topic.buckets.quarantine(bucket.name, str(error))
             raise
         except StoreError as error:
@@ -383,7 +383,7 @@ def _part(topic: ServedTopic, bucket: Bucket, pages: PageTable, asked: ScanFilte
         # It left with its subscription.
         return None
     if bucket.name and bucket.present_rows and not index.serves(bucket.name):
-        raise _LeftError(f"bucket {bucket.name} was merged while it was looked at")
+        raise _LeftError(f"bucket {bucket.name} was merged while it was read")
     return part_of(bucket, pages, asked, leaving)
 
 
@@ -411,7 +411,7 @@ def _buckets(indexes: Sequence[Index]) -> list[tuple[Bucket, PageTable]]:
 def _asked(topic: ServedTopic, view: View, *, backlog: bool = False) -> tuple[ScanFilter, list[Index]]:
     """Return the filter of a view, and its indexes. Raises NotFound, InvalidArgument."""
     if view.until_ms and view.until_ms < view.from_ms:
-        raise InvalidArgument(f"until_ms is {view.until_ms}, before from_ms, which is {view.from_ms}")
+        raise InvalidArgument(f"until_ms is {view.until_ms}; it must be at least from_ms, which is {view.from_ms}")
     limits.check_ledgers(view.ledgers)
     asked = ScanFilter(view.from_ms, view.until_ms - 1 if view.until_ms else LAST_MS, view.ledgers, backlog=backlog)
     if view.subscription is None:
@@ -429,12 +429,12 @@ def _bars(view: View, width_ms: int, *, now_ms: int, last_ms: int) -> Bars:
     from_ms = view.from_ms or now_ms
     until_ms = view.until_ms or max(from_ms, last_ms + 1)
     if until_ms < from_ms:
-        raise InvalidArgument(f"until_ms is {until_ms}, before from_ms, which is {from_ms}")
+        raise InvalidArgument(f"until_ms is {until_ms}; it must be at least from_ms, which is {from_ms}")
     width_ms = width_ms or round_width_ms(until_ms - from_ms)
     bars = Bars(from_ms, until_ms, width_ms)
     if bars.count > BARS_MAX:
         raise InvalidArgument(
-            f"width_ms is {width_ms}: from {from_ms} to {until_ms} these are {bars.count} bars, the limit is {BARS_MAX}"
+            f"width_ms is {width_ms}: from {from_ms} to {until_ms} it makes {bars.count} bars; the limit is {BARS_MAX}"
         )
     if not view.until_ms:
         bars = Bars(from_ms, min(from_ms + bars.count * width_ms, LAST_MS), width_ms)

@@ -327,7 +327,7 @@ def record_of(message: deletion_pb2.DeletionRecord, what: str, offset: int) -> D
     """Read a decision on deletions. Raises FormatError."""
     decision = message.WhichOneof("decision")
     if decision is None:
-        raise format_errors.FormatError(what, offset, "a decision on deletions is of a kind that is not known here")
+        raise format_errors.FormatError(what, offset, "this release does not know the kind of a decision on deletions")
     with format_errors.reading(what, offset):
         if decision == "in_use":
             change = InUseChange(message.in_use.change)

@@ -101,13 +101,13 @@ def _first_wrong(of: Any, payload: bytes) -> str:
         known = of.fields_by_number.get(number)
         name = f"byte {begin}, field {number if known is None else known.name}"
         if not 0 < number <= _FIELD_NUMBER_MAX or wire_type not in (_VARINT, _LENGTH, *_FIXED_BYTES):
-            return f"{name} has wire type {wire_type}: no field of a message"
+            return f"{name} has wire type {wire_type}, which no field of a message has"
         length = _FIXED_BYTES.get(wire_type, 0)
         if wire_type in (_VARINT, _LENGTH):
             value, place = _varint(payload, place)
             length = value if wire_type == _LENGTH else 0
         if place > len(payload) or length > len(payload) - place:
-            return f"{name} goes on behind the end, at {len(payload)}"
+            return f"{name} goes past the end, at {len(payload)}"
         if wire_type == _LENGTH and known is not None and known.message_type is not None:
             part = payload[place : place + length]
             if not _parses(known.message_type, part):

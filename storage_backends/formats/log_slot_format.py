@@ -103,7 +103,7 @@ class LogSlotHeader:
 
     def __post_init__(self) -> None:
         if not is_log_id(self.log_id):
-            raise ValueError(f"log id {self.log_id!r} is no ULID")
+            raise ValueError(f"log id is {self.log_id!r}; it must be a ULID")
         if self.number < 1 or (self.number == 1) != (self.kind is LogSlotKind.OPEN):
             raise ValueError(f"number {self.number} of {self.kind.name}: OPEN is number 1, and no other kind is")
         if self.kind is LogSlotKind.OPEN and self.heads:
@@ -212,7 +212,7 @@ class SlotIdentity(NamedTuple):
 def identity_of(data: bytes) -> SlotIdentity:
     """Return the identity of a slot by its first bytes, unchecked. Raises ValueError if they are no header."""
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
-        raise ValueError(f"{data[:4]!r}, {len(data)} bytes: no log slot begins so")
+        raise ValueError(f"it begins with {data[:4]!r} and has {len(data)} bytes; it is not a log slot")
     return SlotIdentity(LogSlotKind(data[_KIND_AT]), _fingerprint(data))
 
 

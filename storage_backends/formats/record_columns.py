@@ -414,7 +414,7 @@ def _record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:
             ids = _u64(message.purge.dead_letter_id, rows, f"{what} dead_letter_id", offset)
             return PurgeRecord(*head, message.purge.subscription_id, ids)
         case _:
-            raise format_errors.FormatError(what, offset, "its decision is of no kind that is known here")
+            raise format_errors.FormatError(what, offset, "this release does not know the kind of its decision")
 
 
 def _acknowledge_of(message: journal_pb2.Record, what: str, offset: int) -> AcknowledgeRecord:

@@ -108,7 +108,7 @@ def _check(letters: DeadLetterColumns) -> None:
         raise format_errors.FormatError(_DEAD_LETTERS, 0, "their ids do not ascend")
     if len(texts) and int(texts.max()) >= len(letters.texts):
         raise format_errors.FormatError(
-            _DEAD_LETTERS, 0, f"text {texts.max()} is named, there are {len(letters.texts)}"
+            _DEAD_LETTERS, 0, f"a row names text {texts.max()}; there are {len(letters.texts)}"
         )
 
 

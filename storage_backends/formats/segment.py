@@ -162,7 +162,7 @@ def _wrong_with(message: bucket_pb2.SnapshotSegment, rows: int) -> str:
     if not message.HasField("rows"):
         if indexes:
             return f"it has {indexes} indexes and no field rows: PIP-195's own segment, as Pulsar seals it"
-        return "it has neither indexes nor the field rows: no form of a segment that is known here"
+        return "it has neither indexes nor the field rows; this release knows no such segment"
     if indexes and message.rows != indexes:
         return f"it has {indexes} indexes, and its field rows says {message.rows}"
     if message.rows != rows:

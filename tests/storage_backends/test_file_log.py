@@ -320,7 +320,7 @@ def test_files_are_short_and_whole_files_go(tmp_path: Path, small_files: None) -
 def test_what_is_no_file_of_a_log_is_damage(tmp_path: Path) -> None:
     written(tmp_path, 1).close()
     (path_of(tmp_path, 1).parent / "notes.txt").write_text("")
-    with pytest.raises(object_store.Damaged, match=r"notes\.txt is no file of a log"):
+    with pytest.raises(object_store.Damaged, match=r"notes\.txt is not a log file"):
         log_of(tmp_path).highest()
 
 
@@ -345,7 +345,7 @@ def test_a_log_is_fenced_when_its_owner_is_dead_and_not_before(tmp_path: Path) -
         try:
             assert owner.stdout is not None
             assert owner.stdout.readline() == b"holds\n"
-            with pytest.raises(LogHeld, match=rf"process {owner.pid} since 20.* UTC, which lives"):
+            with pytest.raises(LogHeld, match=rf"process {owner.pid} since 20.* UTC, which is running"):
                 fenced(tmp_path)
             assert log_of(tmp_path).highest() == 2
         finally:
@@ -355,7 +355,7 @@ def test_a_log_is_fenced_when_its_owner_is_dead_and_not_before(tmp_path: Path) -
 
 def test_a_slot_that_would_leave_a_gap_is_refused(tmp_path: Path) -> None:
     log = written(tmp_path, 2)
-    with pytest.raises(ValueError, match=r"slot 4 of log .* behind slot 2"):
+    with pytest.raises(ValueError, match=r"slot 4 of log .* after slot 2"):
         log.create(4, log_slots.data(4))
     log.close()
 

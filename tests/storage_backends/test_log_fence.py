@@ -102,7 +102,7 @@ def test_a_slot_that_is_listed_as_the_highest_twice_and_absent_is_damage() -> No
     next(steps)
     steps.send(2)
     steps.send(None)
-    with pytest.raises(object_store.Damaged, match="slot 2 is listed as the highest, and absent"):
+    with pytest.raises(object_store.Damaged, match="slot 2 is listed as the highest, but absent"):
         steps.send(2)
 
 
@@ -116,7 +116,7 @@ def test_a_list_that_shows_nothing_once_is_read_again() -> None:
 
 def test_a_log_that_is_shorter_than_its_owner_has_told_is_damaged_and_not_fenced(log: Log) -> None:
     log.write(3)
-    with pytest.raises(object_store.Damaged, match="lost slots behind 3"):
+    with pytest.raises(object_store.Damaged, match="lost slots after 3"):
         log.fence(told=4)
     assert LogSlotKind.FENCE not in log.kinds()
     assert log.fence(told=3).number == 4

@@ -62,7 +62,7 @@ def test_objects_on_a_file_system_that_machines_may_share_are_a_warning(
     on(monkeypatch, "nfs4")
     store_opening.form_of_new_root(local, "auto")
     assert "is on a file system of type nfs4, which machines may share" in caplog.text
-    assert "let daemons of one machine alone use it" in caplog.text
+    assert "only daemons of one machine may use it" in caplog.text
 
 
 @pytest.mark.parametrize("wanted", ["auto", "objects"])
@@ -71,7 +71,7 @@ def test_any_other_store_has_objects(wanted: Wanted) -> None:
 
 
 def test_files_are_refused_where_there_is_no_directory() -> None:
-    with pytest.raises(StoreRefused, match=r"store.log_form: it is 'files', and the store is no local directory"):
+    with pytest.raises(StoreRefused, match=r"store.log_form: it is 'files', but the store is not a local directory"):
         store_opening.form_of_new_root(MemoryStore(), "files")
 
 
@@ -79,7 +79,7 @@ def test_files_are_refused_on_a_file_system_that_machines_may_share(
     local: LocalDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(monkeypatch, "nfs")
-    with pytest.raises(StoreRefused, match=r"store.log_form: .*of type nfs, which machines may share: use 'objects'"):
+    with pytest.raises(StoreRefused, match=r"store.log_form: .*of type nfs, which machines may share; use 'objects'"):
         store_opening.form_of_new_root(local, "files")
 
 
@@ -104,7 +104,7 @@ def test_files_are_refused_by_name_where_the_root_was_carried_to(
     local: LocalDirectory, executor: concurrent.futures.Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(monkeypatch, "nfs")
-    with pytest.raises(StoreRefused, match=r"FORMAT: the logs of this root are files, and .* where no lock holds"):
+    with pytest.raises(StoreRefused, match=r"FORMAT: the logs of this root are files, but .* locks do not hold there"):
         store_opening.open_logs(LogForm.FILES, local, executor)
-    with pytest.raises(StoreRefused, match=r"FORMAT: .*files of a local directory, and the store is none"):
+    with pytest.raises(StoreRefused, match=r"FORMAT: .*files of a local directory, but the store is not one"):
         store_opening.open_logs(LogForm.FILES, FaultStore(MemoryStore()), executor)

@@ -121,7 +121,7 @@ def test_a_hole_is_damage_of_its_shard_alone_named_by_log_slot_and_shard_slot(ro
     with pytest.raises(object_store.Damaged) as damaged:
         shards[0].complete({})
     assert str(damaged.value) == (
-        f"logs/{LOG_ID}/: shard 0, shard slot 2, behind slot 2 and before slot 4: it is missing"
+        f"logs/{LOG_ID}/: shard 0, shard slot 2, after slot 2 and before slot 4: it is missing"
     )
     assert slots_of(shards[1]) == [1]
 
@@ -132,7 +132,7 @@ def test_the_last_section_may_be_the_one_that_is_missing(root: Root) -> None:
     root.store.delete(f"logs/{LOG_ID}/{3:020d}")
     ends = root.end(LOG_ID, 3)
     shards = root.read(manifest(0, opened(LOG_ID, 1, 1, 1)), ends=ends)
-    with pytest.raises(object_store.Damaged, match="shard slot 2, behind slot 2: it is missing"):
+    with pytest.raises(object_store.Damaged, match="shard slot 2, after slot 2: it is missing"):
         shards[0].complete(ends)
 
 
@@ -171,7 +171,7 @@ def test_a_shard_slot_that_lies_in_two_log_slots_is_damage(root: Root) -> None:
     root.put(LOG_ID, 2, {0: Head(1, 1)})
     root.put(LOG_ID, 3, {0: Head(1, 1)})
     shards = root.read(manifest(0, closed(LOG_ID, 1, (1, 3), (1, 1))))
-    with pytest.raises(object_store.Damaged, match="shard slot 1 lies in slot 2 of log"):
+    with pytest.raises(object_store.Damaged, match="shard slot 1 is also in slot 2 of log"):
         shards[0].complete({})
 
 
@@ -179,7 +179,7 @@ def test_ranges_that_leave_a_shard_slot_out_are_damage(root: Root) -> None:
     root.put(LOG_ID, 2, {0: Head(1, 1)})
     root.put(LOG_ID, 3, {0: Head(2, 3)})
     shards = root.read(manifest(0, closed(LOG_ID, 1, (1, 2), (1, 1)), closed(LOG_ID, 2, (2, 3), (3, 3))))
-    with pytest.raises(object_store.Damaged, match=r"shard slot 2, .*: no range has it"):
+    with pytest.raises(object_store.Damaged, match=r"shard slot 2, .*: no log range has it"):
         shards[0].complete({})
 
 

@@ -55,8 +55,8 @@ def test_an_operation_is_accepted_when_all_of_its_precondition_holds(operation: 
         (floor(FLOOR), "the orphan floor is 10, it cannot become 10"),
         (floor(FLOOR - 1), "the orphan floor is 10, it cannot become 9"),
         (floor(NUMBER + 1), "the orphan floor cannot become 31, above manifest 30"),
-        (collected(deleted="xq"), "objects ['q'] are no tombstones"),
-        (collected(failed="q", given_up="p"), "objects ['p', 'q'] are no tombstones"),
+        (collected(deleted="xq"), "objects ['q'] are not tombstones"),
+        (collected(failed="q", given_up="p"), "objects ['p', 'q'] are not tombstones"),
     ],
     ids=["the same floor", "a lower floor", "a floor above the tip", "one unknown", "two unknown"],
 )
@@ -104,7 +104,7 @@ def test_attempts_alone_do_not_show_that_they_were_counted() -> None:
     "names", [{"deleted": "x", "failed": "x"}, {"failed": "y", "given_up": "yz"}, {"deleted": "z", "given_up": "z"}]
 )
 def test_an_object_has_one_outcome(names: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="one of them"):
+    with pytest.raises(ValueError, match="exactly one of"):
         collected(**names)
 
 
@@ -170,7 +170,7 @@ def the_floor_rises(kind: type[SetFloor[TopicManifest]]) -> None:
 
 
 def only_tombstones_are_dropped(kind: type[CollectTombstones[TopicManifest]]) -> None:
-    with pytest.raises(commit.Refused, match="are no tombstones"):
+    with pytest.raises(commit.Refused, match="are not tombstones"):
         put(log_of(with_topic(FIRST_SEAL), "x"), kind(failed=frozenset({"b3"})))
 
 

@@ -84,5 +84,5 @@ def test_what_cannot_be_a_slot_is_damage(root: Root) -> None:
     with pytest.raises(object_store.Damaged):
         root.owner.highest()
     root.store.put("logs/notes", b"")
-    with pytest.raises(object_store.Damaged, match="its name is not a log's"):
+    with pytest.raises(object_store.Damaged, match="has no name of a log"):
         root.logs.log_ids()

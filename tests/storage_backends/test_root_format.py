@@ -90,7 +90,7 @@ def test_a_store_that_is_away_is_its_own_error() -> None:
 def test_a_root_that_has_shards_and_no_format_is_refused_and_gets_none() -> None:
     store = MemoryStore()
     store.put(names.shard_manifest_key(0, 1), b"")
-    with pytest.raises(Damaged, match="FORMAT: it is missing, and the root has shards: their number is not known"):
+    with pytest.raises(Damaged, match="FORMAT: it is missing, although the root has shards: their number is unknown"):
         read_or_create(store)
     with pytest.raises(Exception, match="no such object"):
         store.head(names.FORMAT_KEY)
@@ -121,7 +121,7 @@ def test_a_damaged_format_refuses_the_root_with_the_offset(place: int) -> None:
 def test_another_version_refuses_the_root_and_names_both() -> None:
     store = MemoryStore()
     store.put(names.FORMAT_KEY, manifest.encode_root_format(dataclasses.replace(MADE, format_version=3)))
-    with pytest.raises(Damaged, match="the root has format version 3, this release serves 2"):
+    with pytest.raises(Damaged, match="the root has format version 3; this release serves 2"):
         read_or_create(store)
 
 
@@ -130,7 +130,7 @@ def test_a_root_whose_shards_have_journals_is_refused() -> None:
     body = bytearray(manifest.encode_root_format(MADE))
     struct.pack_into("<I", body, 4, 1)
     store.put(names.FORMAT_KEY, bytes(body))
-    with pytest.raises(Damaged, match="the root has format version 1, this release serves 2: serve it with the rel"):
+    with pytest.raises(Damaged, match=r"the root has format version 1; this release serves 2. Use the rel"):
         read_or_create(store)
 
 

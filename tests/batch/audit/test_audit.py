@@ -263,7 +263,7 @@ def test_a_slot_that_is_missing_in_the_middle_is_found_and_covered_ones_are_not_
     (found,) = findings(audited(store))
     assert (found.kind, found.object, found.shard) == (Kind.SLOT_MISSING, slots[-4], 0)
     before, behind = names.number_of(slots[-5]), names.number_of(slots[-2])
-    assert f"behind slot {before} and before slot {behind}" in found.detail
+    assert f"after slot {before} and before slot {behind}" in found.detail
 
 
 def test_a_log_whose_end_was_lost_is_found(store: MemoryStore) -> None:

@@ -247,7 +247,7 @@ def test_a_hole_is_told_by_log_number_shard_and_shard_slot(objects: Story) -> No
     (found,) = found_in(objects.store)
     assert (found.kind, found.object, found.shard) == (Kind.SLOT_MISSING, keys[0], 1)
     assert found.detail == (
-        f"sections 2 to 3 of shard 1 in log {objects.one.log_id}, behind slot 2 and before slot 5: "
+        f"sections 2 to 3 of shard 1 in log {objects.one.log_id}, after slot 2 and before slot 5: "
         "replay needs all above section 0"
     )
 
@@ -338,7 +338,7 @@ def test_a_slot_behind_the_end_of_a_log_is_found(objects: Story) -> None:
     objects.store.put(key, log_slot_format.encode_log_slot(later, {each: slot.section(each) for each in slot.shards}))
     (found,) = found_in(objects.store)
     assert (found.kind, found.object) == (Kind.LOG_RULE, key)
-    assert "behind slot 7, the end of the log" in found.detail
+    assert "after slot 7, the end of the log" in found.detail
 
 
 def test_what_is_no_slot_among_slots_is_told(objects: Story) -> None:

@@ -230,7 +230,7 @@ async def test_a_log_that_makes_no_sense_ends_it_and_whoever_waits_may_come_agai
     await owner.clock.advance(1.0)
     owner.probed.ends = Corruption("slot 9 is DATA, and its owner has not written it")
     waiting = owner.wait_for(owner.clock.now_s)
-    with pytest.raises(Unavailable, match=r"log 7: whether it is this daemon's still cannot be told: slot 9 is DATA"):
+    with pytest.raises(Unavailable, match=r"log 7: cannot confirm that this daemon still owns it: slot 9 is DATA"):
         await waiting
     with pytest.raises(Corruption, match="slot 9"):
         await owner.watching

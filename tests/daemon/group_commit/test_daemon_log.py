@@ -182,7 +182,7 @@ async def test_a_fence_is_found_by_a_slot_and_told_once(machines: EngineFixture)
     lost = shard.stage(2)
     await asyncio.sleep(20.0)
     assert [str(error) for error in owner.ended] == [
-        f"log {owner.log_id} was ended at slot 3: another daemon takes over what this one owned"
+        f"log {owner.log_id} was ended at slot 3 by another daemon, which takes over the shards"
     ]
     assert isinstance(owner.ended[0], LogLost)
     assert owner.living.is_ended
@@ -240,7 +240,7 @@ async def test_a_log_that_cannot_be_closed_is_left_to_its_next_owner(
     owner = await owner_of(machines, "one", 0)
     owner.daemon.store.go_down()
     await owner.run(owner.living.close())
-    assert "is not closed, its next owner fences it: " in caplog.text
+    assert "the next owner will fence it: " in caplog.text
     assert "CLOSE is not certain after 30 s" in caplog.text
     assert log_owner.fence(machines, owner.log_id).kind is FENCE
 
@@ -377,7 +377,7 @@ async def test_what_cannot_be_deleted_is_deleted_later_and_counted_once(
     for _ in range(2):
         await owner.checkpoint(0)
         await owner.living.truncated()
-    assert "cannot be deleted yet" in caplog.text
+    assert "cannot delete slots up to" in caplog.text
     waiting = owner.living.unneeded()
     assert (waiting.objects, owner.living.deleted.objects) == (2, 0)
     owner.living.truncate()
@@ -405,7 +405,7 @@ async def test_a_log_is_lost_to_a_store_that_gives_it_what_nobody_wrote(machines
     machines.store.put(log_owner.slot_key(owner.log_id, 2), body, metadata=metadata)
     await asyncio.sleep(6.0)
     (ended,) = owner.ended
-    assert "its owner has not written it" in str(ended) or "OPEN" in str(ended)
+    assert "its owner did not write" in str(ended) or "OPEN" in str(ended)
 
 
 # ---- planted bugs

@@ -94,13 +94,13 @@ def test_close_has_the_heads_and_nothing_follows(log: LogCursor) -> None:
     write(log, fill(log, [0]))
     slot = write(log, log.close())
     assert (slot.header.kind, slot.header.heads) == (LogSlotKind.CLOSE, {0: Head(3, 5)})
-    with pytest.raises(InvariantViolated, match="DATA begins behind slot 3"):
+    with pytest.raises(InvariantViolated, match="DATA begins after slot 3"):
         fill(log, [0])
 
 
 NOT_NOW: dict[str, Callable[[LogCursor], object]] = {
     "another slot begins": lambda log: fill(log, [1]),
-    "its end is asked for": lambda log: log.end(),
+    "its end was asked for": lambda log: log.end(),
     "CLOSE begins": lambda log: log.close(),
     "the shard of its section stops": lambda log: log.stop(0),
 }

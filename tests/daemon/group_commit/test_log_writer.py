@@ -185,7 +185,7 @@ async def test_a_probe_confirms_and_a_fence_ends_it() -> None:
 async def test_no_probe_counts_while_a_slot_is_uncertain() -> None:
     daemon = await Daemon().open()
     daemon.filling()
-    with pytest.raises(InvariantViolated, match="tells nothing"):
+    with pytest.raises(InvariantViolated, match="proves nothing"):
         await daemon.writer.probe()
 
 

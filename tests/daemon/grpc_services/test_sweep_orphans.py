@@ -85,7 +85,7 @@ async def test_of_one_store_one_sweep_is_under_way_until_its_caller_goes_away(ed
     swept.go.clear()
     first = asyncio.create_task(sweep(edge))
     assert await asyncio.to_thread(swept.listing.wait, 10)
-    with pytest.raises(grpc.aio.AioRpcError, match="offloaded is under way") as refused:
+    with pytest.raises(grpc.aio.AioRpcError, match="offloaded is in progress") as refused:
         await sweep(edge)
     assert refused.value.code() is grpc.StatusCode.ABORTED
     first.cancel()

@@ -241,7 +241,7 @@ async def test_one_sweep_of_a_store_at_a_time(machines: EngineFixture) -> None:
     first = one.call(_whole(one, OLD))
     await held.reached()
 
-    with pytest.raises(Conflict, match="a sweep of object store offloaded is under way"):
+    with pytest.raises(Conflict, match="a sweep of object store offloaded is in progress"):
         await sweep(one)
 
     held.release()
@@ -323,7 +323,7 @@ async def test_a_sweep_ends_when_a_shard_is_lost(machines: EngineFixture) -> Non
     one.shards[2].lose(NotOwner("superseded"))
     held.release()
 
-    with pytest.raises(NotOwner, match="does not own every shard any more"):
+    with pytest.raises(NotOwner, match="no longer owns every shard"):
         await sweeping_
 
 

@@ -311,7 +311,7 @@ async def test_a_log_that_is_shorter_than_its_daemon_has_told_is_not_taken_over(
     machines.store.put(names.daemon_key("north"), msgspec.json.encode(told))
     written = machines.keys("")
     for _ in range(2):
-        with pytest.raises(Corruption, match="the store has lost slots behind 2"):
+        with pytest.raises(Corruption, match="the store has lost slots after 2"):
             await standing.become_owner()
     assert machines.keys("") == written, "no fence is made, and no log is opened"
     assert standing.candidate.log_state == ((north.log_id, 3, True) if name == "north" else ("", 0, False))

@@ -122,7 +122,7 @@ async def test_a_log_that_a_living_process_holds_is_told_at_once_by_name(
     held_by = Fences(FileLogs(tmp_path), daemon.environment)
     begin_s = machines.loop.time()
     try:
-        with pytest.raises(LogHeld, match=r"it is held by process \d+.*which lives: end that process first"):
+        with pytest.raises(LogHeld, match=r"it is held by process \d+.*which is running: end that process first"):
             await daemon.call(held_by.of(log_id))
         assert machines.loop.time() == begin_s, "nobody waits for a process that lives"
     finally:

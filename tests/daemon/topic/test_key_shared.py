@@ -256,7 +256,7 @@ async def test_a_consumer_by_name_comes_back_as_another_instance(machines: Engin
     ("bad", "says"),
     [
         ([consumer(0, LOW)], "consumer_id is 0"),
-        ([consumer(1, LOW), consumer(1, HIGH)], "consumer_id 1 is given to two"),
+        ([consumer(1, LOW), consumer(1, HIGH)], "consumer_id is 1 for two"),
         ([consumer(3, LOW, name="x" * 256)], "name of consumer 3 has 256 bytes"),
         ([consumer(3, LOW, address="ü" * 128)], "address of consumer 3 has 256 bytes"),
         ([consumer(3, (5, 4))], "hash_ranges of consumer 3: 5 to 4"),
@@ -291,7 +291,7 @@ async def test_consumers_of_a_subscription_are_limited(machines: EngineFixture) 
     one = await machines.served_by("one", "limits.consumers_per_subscription_max=3")
     policy = by_key(selector=HashSelector.AUTO_SPLIT)
     dispatcher = await open_by_key(one, [consumer(1), consumer(2)], policy=policy)
-    with pytest.raises(QuotaExceeded, match="has 2 consumers, 2 would join, the limit is 3"):
+    with pytest.raises(QuotaExceeded, match="has 2 consumers and 2 would join; the limit is 3"):
         await open_by_key(one, [consumer(1), consumer(2)])
     dispatcher.stream.add_consumer(consumer(3))
     with pytest.raises(QuotaExceeded, match="limit is 3"):

@@ -123,7 +123,7 @@ async def test_the_form_and_the_segments_of_new_buckets_follow_the_policy(machin
         (TopicPolicy(max_indexes_per_bucket_snapshot_segment=0), "max_indexes_per_bucket_snapshot_segment is 0"),
         (TopicPolicy(max_indexes_per_bucket_snapshot_segment=-2), "is -2"),
         (TopicPolicy(min_indexes_per_bucket_snapshot_segment=-1), "is -1"),
-        (TopicPolicy(max_num_buckets=0), "max_num_buckets is 0: it is at least 1; -1 is never"),
+        (TopicPolicy(max_num_buckets=0), "max_num_buckets is 0; it must be at least 1, or -1 for never"),
         (TopicPolicy(max_num_buckets=-2), "max_num_buckets is -2"),
         (TopicPolicy(merge_buckets_max=1), "merge_buckets_max is 1; it must be 2"),
         (TopicPolicy(merge_rows_max=0), "merge_rows_max is 0"),
@@ -133,7 +133,10 @@ async def test_the_form_and_the_segments_of_new_buckets_follow_the_policy(machin
         (TopicPolicy(due_rows_per_second_max=1 << 54), "due_rows_per_second_max"),
         (TopicPolicy(client_rows_per_second_max=1 << 54), "client_rows_per_second_max"),
         (TopicPolicy(client_bytes_per_second_max=1 << 54), "client_bytes_per_second_max"),
-        (TopicPolicy(min_index_count_per_bucket=11, bucket_rows_max=10), "is 11, above bucket_rows_max, which is 10"),
+        (
+            TopicPolicy(min_index_count_per_bucket=11, bucket_rows_max=10),
+            "is 11; it must be at most bucket_rows_max, which is 10",
+        ),
         (
             TopicPolicy(min_indexes_per_bucket_snapshot_segment=11, max_indexes_per_bucket_snapshot_segment=10),
             "which is 10",

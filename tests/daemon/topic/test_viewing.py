@@ -410,13 +410,13 @@ async def test_what_is_asked_badly_is_refused(machines: EngineFixture) -> None:
     one = await machines.served_by()
     await create(one)
     bad: list[tuple[str, asyncio.Task[object]]] = [
-        ("until_ms is 4, before from_ms, which is 5", scheduled(one, from_ms=5, until_ms=4)),
+        ("until_ms is 4; it must be at least from_ms, which is 5", scheduled(one, from_ms=5, until_ms=4)),
         ("last_ledger_id is 1, before first_ledger_id, which is 2", scheduled(one, ledgers=(2, 1))),
         ("page_size is 10001", scheduled(one, 10_001)),
         ("page_size is 10001", backlog(one, 10_001)),
         ("last_ledger_id is 1", backlog(one, ledgers=(2, 1))),
-        ("until_ms is 5, before from_ms", histogram(one, until_ms=5)),
-        ("10001 bars, the limit is 10000", histogram(one, 1, from_ms=5, until_ms=10_006)),
+        ("until_ms is 5; it must be at least from_ms", histogram(one, until_ms=5)),
+        ("10001 bars; the limit is 10000", histogram(one, 1, from_ms=5, until_ms=10_006)),
     ]
     for says, asked in bad:
         with pytest.raises(InvalidArgument, match=says):

@@ -129,7 +129,7 @@ async def test_nothing_is_changed_when_what_is_due_cannot_be_read_in_time(
         one.script.plan("get_range", Fault.FAIL_BEFORE, key_part=BUCKETS)
     await asyncio.sleep(5.5)
     begun_s = machines.elapsed_s()
-    with pytest.raises(Unavailable, match="nothing was changed"):
+    with pytest.raises(Unavailable, match="nothing changed"):
         await withdraw(one, 2, [1])
     assert machines.elapsed_s() - begun_s < 11
     one.script = type(one.script)()

@@ -109,7 +109,8 @@ def test_a_checkpoint_that_says_nothing_of_deletions_is_not_one_that_says_there_
 
 def test_a_decision_of_a_kind_that_is_not_known_is_refused() -> None:
     with pytest.raises(
-        format_errors.FormatError, match="slot is damaged at byte 9: a decision on deletions is of a kind"
+        format_errors.FormatError,
+        match="slot is damaged at byte 9: this release does not know the kind of a decision on deletions",
     ):
         deletion_format.record_of(deletion_pb2.DeletionRecord(), "slot", 9)
 

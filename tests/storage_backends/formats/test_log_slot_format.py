@@ -146,7 +146,7 @@ def test_a_slot_that_is_too_long_is_refused_by_the_section_that_makes_it_so(monk
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"log_id": "01kb2q0000000000000000000a"}, "is no ULID"),
+        ({"log_id": "01kb2q0000000000000000000a"}, "it must be a ULID"),
         ({"number": 1}, "OPEN is number 1"),
         ({"kind": LogSlotKind.OPEN, "number": 1, "writer": WRITER}, "no shard has sections before it"),
         ({"kind": LogSlotKind.FENCE}, "OPEN and FENCE have one"),

@@ -118,7 +118,7 @@ def test_a_damaged_column_of_dead_letters_is_named(name: str) -> None:
         ("dead_letter_id", [*range(38), 40, 39], "their ids do not ascend"),
         ("reason", [1] * 39 + [4], "reason 4 is not known"),
         ("reason", [1] * 39 + [257], "reason 257 is not known"),
-        ("text_index", [0] * 39 + [2], "text 2 is named, there are 2"),
+        ("text_index", [0] * 39 + [2], "a row names text 2; there are 2"),
         ("batch_index", [0] * 39 + [1 << 32], "does not fit in 32 bits"),
         ("redelivery_count", [1 << 32] * 40, "does not fit in 32 bits"),
     ],

@@ -96,8 +96,8 @@ def of_another_codec(payload: bytes) -> bytes:
         (b"TyBK\x01\0\0\0 and more", "byte 0, field 10 has wire type 4"),
         (b"TyBK\x01\0\0\0 and more", r"it begins with b'TyBK\x01\x00\x00\x00'"),
         (zstandard.compress(COLUMNAR), "it begins with b'(\\xb5/\\xfd"),
-        (COLUMNAR[:-1], "field key_hash goes on behind the end"),
-        (b"\x0a\x02\x08\xff", "byte 0, field indexes: byte 0, field timestamp goes on behind the end"),
+        (COLUMNAR[:-1], "field key_hash goes past the end"),
+        (b"\x0a\x02\x08\xff", "byte 0, field indexes: byte 0, field timestamp goes past the end"),
         (b"\x0a\x02\x08\x05", "lacks a required field: indexes[0].ledger_id, indexes[0].entry_id"),
     ],
 )

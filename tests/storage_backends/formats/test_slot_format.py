@@ -426,7 +426,9 @@ def test_records_of_another_topic_incarnation_or_subscription_stay_apart(other: 
 
 
 def test_a_decision_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(format_errors.FormatError, match=r"journal slot record 0 .* of no kind that is known"):
+    with pytest.raises(
+        format_errors.FormatError, match=r"journal slot record 0 .* does not know the kind of its decision"
+    ):
         slot_format.decode_slot(slot_of(journal_pb2.Record(topic_id="t", incarnation=1, rows=0)))
 
 

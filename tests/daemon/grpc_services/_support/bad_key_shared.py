@@ -128,7 +128,7 @@ BAD_KEY_SHARED_OPENS = [
         "open: a consumer twice",
         SUBSCRIBE,
         open_by_key(consumer(), consumer(name="two")),
-        ("consumer_id 1", "two consumers"),
+        ("consumer_id is 1", "two consumers"),
     ),
     Case(
         "open: a name not UTF-8",
@@ -140,7 +140,7 @@ BAD_KEY_SHARED_OPENS = [
         "open: too many consumers",
         SUBSCRIBE,
         open_by_key(*(consumer(consumer_id=number) for number in range(1, 6))),
-        ("0 consumers, 5", "limit is 4"),
+        ("0 consumers and 5", "limit is 4"),
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     ),
     Case(
@@ -194,7 +194,7 @@ KEY_SHARED_REFUSED_IN_BAND = [
         "add_consumer: one that is there",
         SUBSCRIBE,
         _streaming(add_consumer=changed(_add, consumer=consumer(consumer_id=5))),
-        ("consumer_id", "5", "already"),
+        ("consumer_id", "5", "unique"),
     ),
     Case(
         "remove_consumer: one that is not there",
