@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import threading
 from collections.abc import Iterable, Iterator
@@ -157,7 +158,35 @@ def test_a_daemon_that_is_not_there_is_named(run: Run, daemon: FakeDaemon) -> No
 def test_a_port_that_there_is_not_is_refused_at_once(run: Run) -> None:
     result = run("topics", "--address", "127.0.0.1:65536")
     assert result.exit_code == output.EXIT_INPUT
-    assert result.stderr == "tarry: --address is '127.0.0.1:65536', and 65536 is no port; it must be at most 65535.\n"
+    assert (
+        result.stderr == "tarry: --address is '127.0.0.1:65536', and '65536' is no port; it must be from 1 to 65535.\n"
+    )
+
+
+def test_a_url_is_refused_at_once_by_the_name_under_which_it_was_given(run: Run) -> None:
+    given = run("topics", "--address", "http://localhost:7461")
+    assert given.exit_code == output.EXIT_INPUT
+    assert given.stderr.startswith("tarry: --address is 'http://localhost:7461'; it must be host:port without http://")
+    variable = click.testing.CliRunner(env={"TARRY_ADDRESS": "http://h"}).invoke(commands.tarry, ["topics"])
+    assert (variable.exit_code, variable.stderr.partition(";")[0]) == (2, "tarry: TARRY_ADDRESS is 'http://h'")
+
+
+def test_the_port_of_the_metrics_is_told_apart_from_a_daemon_that_is_away(run: Run) -> None:
+    # As the daemon's metrics: a server of HTTP/1
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+
+        def story(seconds: float) -> None:
+            result = run("topics", "--address", address, "--timeout", str(seconds))
+            assert result.exit_code == output.EXIT_UNREACHABLE
+            assert "the port answers, but not in gRPC" in result.stderr
+            assert "name the daemon's gRPC port, by default 7461" in result.stderr
+            assert "Correct --address or TARRY_ADDRESS." in result.stderr
+            assert "start it with" not in result.stderr
+
+        within_some_time(story)
+        server.shutdown()
 
 
 TOPICS = inspect_pb2.ListTopicsResponse(topics=[inspect_pb2.TopicSummary(topic="t", pending=2)])
