@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -84,6 +86,15 @@ class Server:
     def bind(self) -> int:
         """Bind the addresses, so that the daemon knows its port before it serves. Raises `OSError` if one is taken."""
         listen, unix_socket = self._settings.grpc.listen, self._settings.grpc.unix_socket
+        try:
+            _try_address(*config.split_address(listen))
+        except OSError as error:
+            raise config.cannot_be_bound("grpc.listen", listen, error) from error
+        if unix_socket is not None:
+            try:
+                _try_socket(unix_socket)
+            except OSError as error:
+                raise config.cannot_be_bound("grpc.unix_socket", unix_socket, error) from error
         door = self._admission.door
         try:
             if door.certificates is None:
@@ -153,6 +164,31 @@ class Server:
         """Describe the unanswered calls for the log."""
         open_calls = self._admission.open_calls
         return [f"{open_calls} calls are open"] if open_calls else []
+
+
+def _try_address(host: str, port: int) -> None:
+    """Bind an address and let it go. Raises the `OSError` of which gRPC would print lines of its own."""
+    failure: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind, protocol) as tried:
+            # gRPC does the same, because connections that a former daemon has closed do not count.
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(address)
+                return
+            except OSError as error:
+                failure = error
+    if failure is not None:
+        raise failure
+
+
+def _try_socket(path: str) -> None:
+    """Bind a Unix socket and remove it, unless a former process has left one there. Raises `OSError`."""
+    if Path(path).is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as tried:
+        tried.bind(path)
+    Path(path).unlink()
 
 
 def _credentials(door: Door, at_first: Certificates) -> grpc.ServerCredentials:

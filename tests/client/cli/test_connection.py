@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,9 +16,11 @@ import pytest
 from tarry.cli import commands, connection, output
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests._support.patience import within_some_time
+from tests._support.processes import run_child
 from tests.client._support import fake_daemon
 from tests.client._support.authority import Authority, replaced
 from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
+from tests.client.cli._support.shell import TARRY
 from tests.client.cli.conftest import Run
 
 ASKED = [
@@ -342,6 +345,20 @@ def test_a_handshake_that_fails_says_which_option_helps(
 
     within_some_time(story)
     assert guarded.calls == []
+
+
+def test_grpc_prints_no_lines_of_its_own_before_the_message(guarded: FakeDaemon, tmp_path: Path) -> None:
+    other = replaced(tmp_path / "other.pem", Authority().certificate)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+
+    def story(seconds: float) -> None:
+        line = ["topics", "--address", guarded.address, "--timeout", str(seconds), "--tls-ca", str(other)]
+        ended = run_child([str(TARRY), *line], env=environment)
+        assert ended.returncode == output.EXIT_UNREACHABLE
+        assert "CERTIFICATE_VERIFY_FAILED" in ended.stderr
+        assert [each for each in ended.stderr.splitlines() if not each.startswith("tarry: ")] == []
+
+    within_some_time(story)
 
 
 def test_a_daemon_without_tls_that_is_asked_with_it_is_told_apart(

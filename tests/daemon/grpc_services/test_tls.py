@@ -176,7 +176,10 @@ async def test_a_unix_socket_is_served_beside_tls_and_needs_a_token_too(engine: 
             assert await version(channel, None) is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_a_unix_socket_that_cannot_be_made_is_named(engine: Engine) -> None:
-    with pytest.raises(OSError, match=r"grpc.unix_socket: /nowhere/tarryd.sock cannot be bound"):
+async def test_a_unix_socket_that_cannot_be_made_is_named_with_the_reason(
+    engine: Engine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(OSError, match=r"grpc.unix_socket: /nowhere/tarryd.sock cannot be bound: No such file"):
         async with serving(engine, settings_of("grpc.unix_socket=/nowhere/tarryd.sock")):
             pass
+    assert capfd.readouterr().err == "", "gRPC prints nothing of its own"
