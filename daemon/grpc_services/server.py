@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from daemon import config
 from daemon.auth import Certificates, Door
+from daemon.call_values import HEALTH_REASON_KEY, HEALTH_STANDS_BY_KEY
 from daemon.grpc_services import (
     admin_service,
     cluster_service,
@@ -30,12 +31,38 @@ from daemon.grpc_services import (
 from daemon.grpc_services.admission import Admission
 from daemon.owner.engine import Engine
 
+# Of the 8 KiB that gRPC allows for all metadata
+REASON_MAX_BYTES = 2_048
+
+
+class _HealthServicer(health.aio.HealthServicer):
+    """The standard health service. The trailing metadata of `Check` tell a standby from a failure, and the reason.
+
+    Health is open to everyone. If the daemon has identities, the reason, which names other daemons and the store, is
+    only for its own user, over the Unix socket.
+    """
+
+    def __init__(self, engine: Engine, door: Door) -> None:
+        super().__init__()
+        self._engine = engine
+        self._door = door
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        now = self._engine.health
+        hints: list[tuple[str, str | bytes]] = [(HEALTH_STANDS_BY_KEY, "1")] if now.stands_by else []
+        if self._door.identities is None or context.peer().startswith("unix:"):
+            hints.append((HEALTH_REASON_KEY, now.reason.encode()[:REASON_MAX_BYTES]))
+        context.set_trailing_metadata(tuple(hints))
+        return await super().Check(request, context)
+
 
 class HealthReport:
     """The health service, which follows the engine's health until it is closed."""
 
-    def __init__(self, engine: Engine, service_names: Sequence[str]) -> None:
-        self.servicer = health.aio.HealthServicer()
+    def __init__(self, engine: Engine, door: Door, service_names: Sequence[str]) -> None:
+        self.servicer = _HealthServicer(engine, door)
         self._engine = engine
         self._service_names = ("", *service_names)
         self._changed = asyncio.Event()
@@ -138,7 +165,7 @@ class Server:
             )
         )
         names = tuple(service.full_name for service in services)
-        self._health = HealthReport(engine, names)
+        self._health = HealthReport(engine, self._admission.door, names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         asked = self._settings.access.reflection
         if self._admission.door.identities is None if asked is None else asked:
