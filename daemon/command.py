@@ -103,7 +103,8 @@ def _ask_health(settings: config.Config) -> int:
         address = settings.grpc.listen
     else:
         raise errors.InvalidArgument(
-            "configuration: grpc.unix_socket is not set, and grpc.listen has TLS: health is asked over a socket then"
+            "configuration: grpc.listen has TLS, and grpc.unix_socket is not set; set it, because health is asked over "
+            "the socket then"
         )
     with grpc.insecure_channel(address) as channel:
         check = cast(Any, health_pb2_grpc.HealthStub(channel)).Check

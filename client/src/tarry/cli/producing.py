@@ -213,7 +213,7 @@ class _Counts:
         return next(self._batches)
 
     def refuse(self, number: int, batch: rows.RowBatch, no_times: dict[int, int]) -> None:
-        """Count rows that are not sent, because an older daemon would deliver some of them at once."""
+        """Count rows that are not sent, because the daemon would deliver some of them at once."""
         with self._lock:
             self.rows += len(no_times)
             self.refused += len(no_times)
