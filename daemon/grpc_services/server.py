@@ -31,7 +31,7 @@ from daemon.grpc_services import (
 from daemon.grpc_services.admission import Admission
 from daemon.owner.engine import Engine
 
-# Of the 8 KiB that gRPC allows for all metadata
+# gRPC allows 8 KiB for all metadata
 REASON_MAX_BYTES = 2_048
 
 
