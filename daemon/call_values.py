@@ -22,13 +22,21 @@ from daemon.core.key_shared.key_shared_stats import ConsumerStats, KeySharedStat
 from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicPolicy
 from storage_backends.formats.row_columns import U32, U64, Rows
 
+# Trailing metadata of `Check` of the health service: a mark of a standby, and `Health.reason` in UTF-8
+HEALTH_STANDS_BY_KEY = "stands-by"
+HEALTH_REASON_KEY = "reason-bin"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Health:
-    """The state of the daemon: whether it serves, and if not, what it waits for."""
+    """The state of the daemon: whether it serves, and if not, what it waits for.
+
+    With `stands_by` it waits for another daemon, and nothing is wrong with it.
+    """
 
     serving: bool
     reason: str
+    stands_by: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

@@ -1,8 +1,9 @@
 """Runs the commands of `tarryd`: serving, and `token`, `health` and `give-up`.
 
 `main` alone uses it; it is imported only after signals are handled. The exit status is 0 after a clean end, 1 if the
-daemon cannot serve, 2 for a wrong configuration, and 3 if the clean end was cut short. `daemon.process` composes the
-daemon. Since a starting daemon is waited for, it is imported while the store is being probed.
+daemon cannot serve, 2 for a wrong configuration, and 3 if the clean end was cut short. That of `health` is 0 if the
+daemon serves, 4 if it stands by, and 1 otherwise. `daemon.process` composes the daemon. Since a starting daemon is
+waited for, it is imported while the store is being probed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ HEALTH_TIMEOUT_S = 5.0
 EXIT_CANNOT_SERVE = 1
 EXIT_WRONG_CONFIGURATION = 2
 EXIT_NOT_DRAINED = 3
+EXIT_STANDS_BY = 4
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     if options.command == "token":
         return _make_token(options.file)
     try:
-        settings = config.load(options.config, overrides=options.set)
+        settings = config.load(options.config, overrides=options.set + options.set_after)
         if options.command == "health":
             return _ask_health(settings)
         if options.command == "give-up":
@@ -89,19 +91,37 @@ def _make_token(file: Path | None) -> int:
 
 
 def _ask_health(settings: config.Config) -> int:
-    """Ask the daemon of these settings on this machine; return 0 if it serves, else 1. Raise `InvalidArgument`."""
+    """Ask the daemon of these settings on this machine, and print the answer.
+
+    Returns 0 if it serves, 4 if it stands by and nothing is wrong with it, else 1. Raises `InvalidArgument`.
+    """
+    from daemon.call_values import HEALTH_REASON_KEY, HEALTH_STANDS_BY_KEY
+
     if settings.grpc.unix_socket is not None:
         address = f"unix:{settings.grpc.unix_socket}"
     elif settings.tls.cert_file is None:
         address = settings.grpc.listen
     else:
         raise errors.InvalidArgument(
-            "configuration: grpc.unix_socket is not set, and grpc.listen has TLS: health is asked over a socket then"
+            "configuration: grpc.listen has TLS, and grpc.unix_socket is not set; set it, because health is asked over "
+            "the socket then"
         )
-
-    serves = is_serving(address, timeout_s=HEALTH_TIMEOUT_S)
-    sys.stdout.write("serving\n" if serves else "not serving\n")
-    return 0 if serves else EXIT_CANNOT_SERVE
+    with grpc.insecure_channel(address) as channel:
+        check = cast(Any, health_pb2_grpc.HealthStub(channel)).Check
+        try:
+            answer, call = check.with_call(health_pb2.HealthCheckRequest(), timeout=HEALTH_TIMEOUT_S)
+        except grpc.RpcError as error:
+            failed = cast(grpc.Call, error)
+            sys.stdout.write(f"not serving: no daemon answers at {address}: {failed.details()}\n")
+            return EXIT_CANNOT_SERVE
+    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+        sys.stdout.write("serving\n")
+        return 0
+    hints = dict(call.trailing_metadata() or ())
+    stands_by = HEALTH_STANDS_BY_KEY in hints
+    reason = hints.get(HEALTH_REASON_KEY, b"the daemon's log has the reason").decode(errors="ignore")
+    sys.stdout.write(f"not serving{', standing by' if stands_by else ''}: {reason}\n")
+    return EXIT_STANDS_BY if stands_by else EXIT_CANNOT_SERVE
 
 
 def _give_up(settings: config.Config, log_id: str, *, accepted: bool) -> int:
@@ -133,10 +153,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="A setting can also be given as an environment variable TARRY_SECTION__KEY. --set wins over the "
         "environment, and the environment over the file. docs/CONFIGURATION.md has every setting.",
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="one setting; repeatable"
-    )
+    _add_settings(parser, config=None, dest="set")
+    parser.set_defaults(set_after=[])
     parser.add_argument("--check", action="store_true", help="validate the settings, probe the store, and end")
     parser.add_argument("--ready-file", type=Path, metavar="PATH", help="write the bound addresses to PATH, as JSON")
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and end")
@@ -150,12 +168,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     token.add_argument(
         "--file", type=Path, metavar="PATH", help="write the token to PATH, a new file, and do not show it"
     )
-    commands.add_parser(
+    health = commands.add_parser(
         "health",
         help="ask the daemon of these settings whether it serves",
         description="Asks the daemon on this machine whether it serves, over grpc.unix_socket, or else over "
-        "grpc.listen, which has no TLS then. Exit status 0 if it does, else 1.",
+        "grpc.listen, which has no TLS then. Exit status 0 if it does, 4 if it stands by for a daemon that owns the "
+        "root, else 1.",
     )
+    _add_settings(health, dest="set_after")
     give_up = commands.add_parser(
         "give-up",
         help="give up what was in the newest slots of a dead daemon's log, which are damaged or lost",
@@ -167,7 +187,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     give_up.add_argument(
         "--accept-loss", action="store_true", help="give it up: sections without a record are written behind the end"
     )
+    _add_settings(give_up, dest="set_after")
     return parser.parse_args(arguments)
+
+
+def _add_settings(parser: argparse.ArgumentParser, *, config: Any = argparse.SUPPRESS, dest: str) -> None:
+    """Add the options that name settings. They may stand before a command and after it.
+
+    A command's options are parsed alone, and replace those before it: without a file that one stays, and settings that
+    are collected need a `dest` of their own.
+    """
+    parser.add_argument("--config", type=Path, default=config, metavar="FILE", help="TOML file with settings")
+    parser.add_argument(
+        "--set", action="append", default=[], dest=dest, metavar="SECTION.KEY=VALUE", help="one setting; repeatable"
+    )
 
 
 class _Version(argparse.Action):
@@ -218,14 +251,3 @@ def _serve(
         logging.shutdown()
         # A thread may wait for a store that never answers; nothing that was answered is lost.
         os._exit(EXIT_NOT_DRAINED)
-
-
-def is_serving(address: str, *, timeout_s: float) -> bool:
-    """Return whether the daemon at an address without TLS answers that it serves."""
-    with grpc.insecure_channel(address) as channel:
-        stub = cast(Any, health_pb2_grpc.HealthStub(channel))
-        try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.RpcError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

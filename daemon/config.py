@@ -6,6 +6,7 @@ An error names the settings. `daemon.settings` and `storage_backends.storage_set
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import re
 import socket
@@ -100,6 +101,17 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > PORT_MAX:
         raise errors.InvalidArgument(f"address: {address!r} is not host:port with a port from 0 to {PORT_MAX}")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def cannot_be_bound(name: str, address: str, error: OSError) -> OSError:
+    """Return the error of a daemon that cannot listen at the address of a setting."""
+    why = f"{name}: {address} cannot be bound: {error.strerror or error}"
+    match error.errno:
+        case errno.EADDRINUSE:
+            why += f"; another process listens there: stop it, or set {name} to another address"
+        case errno.EADDRNOTAVAIL:
+            why += f"; {name} must have an address of this machine"
+    return OSError(why)
 
 
 def is_loopback(address: str) -> bool:

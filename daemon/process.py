@@ -265,7 +265,7 @@ def _metrics_endpoint(settings: config.Config, door: Door, daemon_metrics: metri
             identities=lambda: door.identities if settings.metrics.tokens else None,
         )
     except OSError as error:
-        raise OSError(f"metrics.listen: {settings.metrics.listen} cannot be bound: {error}") from error
+        raise config.cannot_be_bound("metrics.listen", settings.metrics.listen, error) from error
     try:
         yield _joined(host, endpoint.port)
     finally:

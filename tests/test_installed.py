@@ -25,6 +25,8 @@ from tests.test_distributions import DISTRIBUTIONS, project
 REPOSITORY = Path(__file__).resolve().parent.parent
 # As wheels are called.
 PACKAGES = {each.name.replace("-", "_"): each.packages for each in DISTRIBUTIONS}
+# Modules beside the packages, which start a command before a package is loaded.
+MODULES = {"tarry": {"tarry_command.py"}}
 # Beside the package where the folder is the package.
 NOT_IN_THE_PACKAGE = {"LICENSE", "README.md", "pyproject.toml"}
 
@@ -82,7 +84,10 @@ def files_of_packages(name: str) -> Iterator[str]:
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_wheel_has_each_file_of_its_packages_and_nothing_else(dist: Path, name: str) -> None:
     names = set(zipfile.ZipFile(wheel(dist, name)).namelist())
-    assert {each for each in names if not each.startswith(f"{name}-")} == set(files_of_packages(name))
+    assert {each for each in names if not each.startswith(f"{name}-")} == {
+        *files_of_packages(name),
+        *MODULES.get(name, ()),
+    }
     beside = {each.partition(".data/data/")[2] for each in names} - {""}
     deployed = (path.relative_to(REPOSITORY / "deploy") for path in (REPOSITORY / "deploy").rglob("*"))
     assert beside == (

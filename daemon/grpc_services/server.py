@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
@@ -17,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from daemon import config
 from daemon.auth import Certificates, Door
+from daemon.call_values import HEALTH_REASON_KEY, HEALTH_STANDS_BY_KEY
 from daemon.grpc_services import (
     admin_service,
     cluster_service,
@@ -28,12 +31,38 @@ from daemon.grpc_services import (
 from daemon.grpc_services.admission import Admission
 from daemon.owner.engine import Engine
 
+# gRPC allows 8 KiB for all metadata
+REASON_MAX_BYTES = 2_048
+
+
+class _HealthServicer(health.aio.HealthServicer):
+    """The standard health service. The trailing metadata of `Check` tell a standby from a failure, and the reason.
+
+    Health is open to everyone. If the daemon has identities, the reason, which names other daemons and the store, is
+    only for its own user, over the Unix socket.
+    """
+
+    def __init__(self, engine: Engine, door: Door) -> None:
+        super().__init__()
+        self._engine = engine
+        self._door = door
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        now = self._engine.health
+        hints: list[tuple[str, str | bytes]] = [(HEALTH_STANDS_BY_KEY, "1")] if now.stands_by else []
+        if self._door.identities is None or context.peer().startswith("unix:"):
+            hints.append((HEALTH_REASON_KEY, now.reason.encode()[:REASON_MAX_BYTES]))
+        context.set_trailing_metadata(tuple(hints))
+        return await super().Check(request, context)
+
 
 class HealthReport:
     """The health service, which follows the engine's health until it is closed."""
 
-    def __init__(self, engine: Engine, service_names: Sequence[str]) -> None:
-        self.servicer = health.aio.HealthServicer()
+    def __init__(self, engine: Engine, door: Door, service_names: Sequence[str]) -> None:
+        self.servicer = _HealthServicer(engine, door)
         self._engine = engine
         self._service_names = ("", *service_names)
         self._changed = asyncio.Event()
@@ -84,6 +113,15 @@ class Server:
     def bind(self) -> int:
         """Bind the addresses, so that the daemon knows its port before it serves. Raises `OSError` if one is taken."""
         listen, unix_socket = self._settings.grpc.listen, self._settings.grpc.unix_socket
+        try:
+            _try_address(*config.split_address(listen))
+        except OSError as error:
+            raise config.cannot_be_bound("grpc.listen", listen, error) from error
+        if unix_socket is not None:
+            try:
+                _try_socket(unix_socket)
+            except OSError as error:
+                raise config.cannot_be_bound("grpc.unix_socket", unix_socket, error) from error
         door = self._admission.door
         try:
             if door.certificates is None:
@@ -127,7 +165,7 @@ class Server:
             )
         )
         names = tuple(service.full_name for service in services)
-        self._health = HealthReport(engine, names)
+        self._health = HealthReport(engine, self._admission.door, names)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
         asked = self._settings.access.reflection
         if self._admission.door.identities is None if asked is None else asked:
@@ -153,6 +191,31 @@ class Server:
         """Describe the unanswered calls for the log."""
         open_calls = self._admission.open_calls
         return [f"{open_calls} calls are open"] if open_calls else []
+
+
+def _try_address(host: str, port: int) -> None:
+    """Bind an address and let it go. Raises the `OSError` of which gRPC would print lines of its own."""
+    failure: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind, protocol) as tried:
+            # gRPC does the same, because connections that a former daemon has closed do not count.
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(address)
+                return
+            except OSError as error:
+                failure = error
+    if failure is not None:
+        raise failure
+
+
+def _try_socket(path: str) -> None:
+    """Bind a Unix socket and remove it, unless a former process has left one there. Raises `OSError`."""
+    if Path(path).is_socket():
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as tried:
+        tried.bind(path)
+    Path(path).unlink()
 
 
 def _credentials(door: Door, at_first: Certificates) -> grpc.ServerCredentials:

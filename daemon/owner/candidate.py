@@ -54,7 +54,7 @@ class ClaimedShards:
 
 
 class Candidate:
-    """A daemon as a candidate for the shards. Calls `waiting` with each reason to wait.
+    """A daemon as a candidate for the shards. Calls `waiting` with each decision to wait.
 
     Calls `log_lost` with the error that has ended a log whose shards are owned by then. `company_s` is that of
     `SlotSender`.
@@ -64,7 +64,7 @@ class Candidate:
         self,
         environment: Environment,
         *,
-        waiting: Callable[[str], None],
+        waiting: Callable[[Wait], None],
         log_lost: Callable[[BaseException], None],
         company_s: Callable[[], float],
     ) -> None:
@@ -148,15 +148,15 @@ class Candidate:
                 fences = self._fences()
                 await self._fence_first(fences)
                 log.info("taking over: %s", claimable.reason)
-                self._waiting("taking over the shards")
+                self._waiting(Wait("taking over the shards"))
                 self.is_taking_over = True
                 return await self._take_over(fences, claimable.gone_owners)
             except LogHeld as error:
-                self._waiting(f"waiting for {error.holder}, which lives and may write to {error.key}")
+                self._waiting(Wait(f"waiting for {error.holder}, which lives and may write to {error.key}"))
             except commit.UNCERTAIN as error:
-                self._waiting(f"the store cannot be reached: {error}")
+                self._waiting(Wait(f"the store cannot be reached: {error}"))
             except (NotOwner, Unavailable, commit.Refused) as error:
-                self._waiting(f"another daemon claims the shards: {error}")
+                self._waiting(Wait(f"another daemon claims the shards: {error}"))
             finally:
                 self.is_taking_over = False
             # Jitter, so that two candidates that are refused together do not retry together

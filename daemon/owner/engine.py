@@ -95,7 +95,10 @@ class Engine:
         # Serializes looks at shards to reclaim, and their claims
         self._taking = asyncio.Lock()
         self._candidate = Candidate(
-            environment, waiting=self._wait_for, log_lost=self._log_lost, company_s=self._due_loop.stretched_s
+            environment,
+            waiting=lambda wait: self._wait_for(wait.reason, stands_by=wait.stands_by),
+            log_lost=self._log_lost,
+            company_s=self._due_loop.stretched_s,
         )
         # The takeover of the owned shards into their log; None if none is owned
         self._owned: Takeover | None = None
@@ -530,8 +533,8 @@ class Engine:
         """Call `callback` on the loop at each change."""
         self._health_callbacks.append(callback)
 
-    def _wait_for(self, reason: str) -> None:
-        self._set_health(Health(serving=False, reason=reason))
+    def _wait_for(self, reason: str, *, stands_by: bool = False) -> None:
+        self._set_health(Health(serving=False, reason=reason, stands_by=stands_by))
 
     def _tell_which(self) -> None:
         """Report the shards that are served, unless the last was lost meanwhile."""

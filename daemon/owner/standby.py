@@ -57,9 +57,13 @@ class ClaimNow:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """The decision to stand by until the next observation. `reason` is for health and the log."""
+    """The decision to wait until the next observation. `reason` is for health and the log.
+
+    With `stands_by` another daemon owns the shards, or another candidate goes first; nothing is wrong with this one.
+    """
 
     reason: str
+    stands_by: bool = False
 
 
 def decide_candidacy(
@@ -89,10 +93,10 @@ def decide_candidacy(
         return ClaimNow(f"the log of daemon {recorded.owner} has ended")
     whom = f"waiting for daemon {recorded.owner} at {recorded.address}"
     if not watch.suspected:
-        return Wait(f"{whom} ({watch.describe(now_s)})")
+        return Wait(f"{whom} ({watch.describe(now_s)})", stands_by=True)
     turn_s = rank * watch.interval_s - watch.suspected_for_s(now_s)
     if turn_s > 0:
-        return Wait(f"{whom} ({watch.describe(now_s)}); {rank} other candidates go first")
+        return Wait(f"{whom} ({watch.describe(now_s)}); {rank} other candidates go first", stands_by=True)
     return ClaimNow(f"daemon {recorded.owner} at {recorded.address} is silent ({watch.describe(now_s)})")
 
 
@@ -195,8 +199,8 @@ class Standby:
         seen = (watch.last_seen for watch in self._watches.values())
         return heartbeat.last_told((beat for beat in seen if beat is not None), log_id)
 
-    async def until_claimable(self, waiting: Callable[[str], None]) -> Claimable:
-        """Wait until every shard may be claimed. Calls `waiting` with each reason why they may not.
+    async def until_claimable(self, waiting: Callable[[Wait], None]) -> Claimable:
+        """Wait until every shard may be claimed. Calls `waiting` with each decision that they may not.
 
         A shard whose manifest is damaged is ignored. Raises Corruption if all of them are damaged.
         """
@@ -207,7 +211,7 @@ class Standby:
                 raise Corruption(f"shard manifest {error}") from error
             if isinstance(decision, Claimable):
                 return decision
-            waiting(decision.reason)
+            waiting(decision)
             await self._sleep(self._look_interval_s)
 
     async def claimable(self, shards: Sequence[int]) -> dict[int, Claimable | Wait]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 import tarry
 from tarry import columns
+from tarry.v1 import delayed_delivery_pb2
 
 
 def test_numbers_lists_and_arrays_become_columns() -> None:
@@ -137,3 +139,24 @@ def test_positions_have_batch_indexes_where_one_has() -> None:
     assert POSITIONS.batch_indexes().tolist() == [tarry.NO_BATCH_INDEX] * 5
     parts = columns.positions(7, 3, 0, [1, 2])
     assert (parts.rows, parts.entry_id.tolist(), parts.batch_indexes().tolist()) == (2, [3, 3], [1, 2])
+
+
+def test_the_result_of_one_row_is_printed_short() -> None:
+    one = tarry.AddResult.from_message(delayed_delivery_pb2.AddMessagesResponse(accepted=1))
+    assert str(one) == "AddResult(accepted=1, duplicates=0, late_on_arrival=0, refused=0)"
+
+
+def test_of_a_long_column_its_first_rows_are_printed() -> None:
+    message = delayed_delivery_pb2.CancelMessagesResponse(already_due_index=range(2_000))
+    left = tarry.Cancelled.from_message(message, may_have_landed=False)
+    assert repr(left) == "Cancelled(already_due_index=[0, 1, 2, ... 1,997 more], may_have_landed=False, cancelled=0)"
+
+
+def test_everything_with_columns_is_printed_so() -> None:
+    with_columns = [
+        each
+        for each in (getattr(tarry, name) for name in tarry.__all__)
+        if dataclasses.is_dataclass(each) and any("NDArray" in str(field.type) for field in dataclasses.fields(each))
+    ]
+    assert len(with_columns) > 10
+    assert [each for each in with_columns if each.__repr__ is not columns.short_repr] == []

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from daemon import auth, config, errors
+from tests._support.processes import run_child
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 UNIT, NETWORK = REPOSITORY / "deploy" / "tarryd.service", REPOSITORY / "deploy" / "tarryd-network.conf"
@@ -98,7 +99,10 @@ def test_the_image_serves_nobody_until_it_is_told_who() -> None:
 
 def test_the_image_has_a_numeric_user_and_a_health_check() -> None:
     assert re.findall(r"^USER (.+)$", DOCKERFILE, re.MULTILINE) == ["7461"]
-    assert re.search(r'^HEALTHCHECK .* CMD \["tarryd", "health"\]$', DOCKERFILE, re.MULTILINE)
+    (check,) = re.findall(r"^HEALTHCHECK .* CMD (.+)$", DOCKERFILE, re.MULTILINE)
+    for status, is_well in ((0, True), (1, False), (2, False), (4, True)):
+        told = run_child(["/bin/sh", "-c", f"tarryd() {{ return {status}; }}; {check}"])
+        assert (told.returncode == 0) == is_well, status
 
 
 def test_the_daemon_of_kubernetes_is_told_what_there_is() -> None:

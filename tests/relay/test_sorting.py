@@ -81,7 +81,7 @@ def test_a_message_with_a_time_waits(headers: dict[str, str], due_ms: int) -> No
     ("headers", "reason"),
     [
         ({"deliver_at": "1900000000"}, "header deliver-at is 1900000000, which can only be meant in seconds"),
-        ({"deliver_at": "20270131"}, "header deliver-at is 20270131, which is no time in ms; 0 means at once"),
+        ({"deliver_at": "20270131"}, "header deliver-at is 20270131, which is a date, no time in ms"),
         ({"deliver_at": "3600"}, "no time in ms"),
         ({"delay": "0" * 300_000}, "... (300000 letters), which is no delay"),
         ({"target": "due\0"}, "header target is 'due\\x00': it has a NUL"),

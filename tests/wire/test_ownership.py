@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import tarry
 from examples import processes
 from tests._support.delivery_history import DeliveryHistory
-from tests._support.processes import Daemons
+from tests._support.processes import Daemons, run_program
 from tests.wire._support import traffic
 
 # An owner stops handing out when its ownership has not been confirmed for as long.
@@ -29,6 +30,12 @@ SOON_MS = 1_000
 def batch(ledger: int, *, rows: int = 10, due_ms: int | None = None) -> traffic.AddBatch:
     due = traffic.now_ms() + SOON_MS if due_ms is None else due_ms
     return traffic.AddBatch(tuple((ledger, entry) for entry in range(rows)), (due,) * rows)
+
+
+def health_of(address: str) -> tuple[int, str]:
+    """What `tarryd health` ends with, and what it prints."""
+    ended = run_program([sys.executable, "-m", "daemon.main", "health", "--set", f"grpc.listen={address}"])
+    return ended.returncode, ended.stdout
 
 
 def receive_rows(address: str, topic: str, rows: int) -> set[tuple[int, int]]:
@@ -65,6 +72,10 @@ def test_a_second_daemon_stands_by_says_for_whom_and_claims_when_the_owners_proc
     assert traffic.code_of(refused.value) in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION)
     assert not standby.is_serving()
     assert owner.is_serving()
+    status, told = health_of(standby.address)
+    assert status == 4
+    assert told.startswith(f"not serving, standing by: waiting for daemon owner at {owner.address} (")
+    assert health_of(owner.address) == (0, "serving\n")
     with tarry.Client(standby.address, timeout_s=600) as client:
         assert [each.topic for each in client.topics()] == ["topic"], "what is of no topic goes to the owner, too"
         assert client.deletion_stats().in_flight == 0

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from tarry import columns, credentials, errors, reasons, wire
+from tarry import columns, errors, reasons, wire
 from tarry.v1 import cluster_pb2, inspect_pb2
 
 
@@ -263,8 +263,7 @@ class Planning:
     """The base of the classes that make plans."""
 
     def __init__(self, target: str, policy: RetryPolicy, *, timeout_s: float, rows_max: int, bytes_max: int) -> None:
-        """Make plans with these settings. Raises InvalidArgument if the target's port is invalid."""
-        credentials.check_target(target)
+        """Make plans with these settings for a target of `credentials.check_target`."""
         self.owners = Owners(target)
         self.policy = policy
         self.timeout_s = timeout_s

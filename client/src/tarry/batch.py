@@ -125,6 +125,8 @@ class Origin:
 class Batch:
     """Due positions in the order of delivery, as columns of one length."""
 
+    __repr__ = columns.short_repr
+
     epoch: int
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
@@ -241,6 +243,8 @@ class Leased(Batch):
 
     Empty if nothing came due in time.
     """
+
+    __repr__ = columns.short_repr
 
     lease_ms: int
     """Length of the lease from the answer on (ms); in a joined batch, how long all rows are leased from

@@ -30,6 +30,28 @@ NO_BATCH_INDEX = 2**32 - 1
 """Marks the whole entry in a column of batch indexes"""
 
 
+# Rows of a column that `short_repr` shows
+_ROWS_SHOWN = 3
+
+
+def short_repr(value: Any) -> str:
+    """Return the text of a value with columns: without empty ones, and with the first rows of long ones."""
+    names = [each.name for each in dataclasses.fields(value) if each.repr]
+    shown = ((name, getattr(value, name)) for name in names)
+    texts = [
+        f"{name}={_column_text(each) if isinstance(each, np.ndarray) else repr(each)}"
+        for name, each in shown
+        if each is not None and not (isinstance(each, np.ndarray) and not len(each))
+    ]
+    return f"{type(value).__name__}({', '.join(texts)})"
+
+
+def _column_text(column: NDArray[Any]) -> str:
+    more = len(column) - _ROWS_SHOWN
+    texts = [*map(str, column[:_ROWS_SHOWN].tolist()), *([f"... {more:,} more"] if more > 0 else [])]
+    return f"[{', '.join(texts)}]"
+
+
 class Positions(NamedTuple):
     """Delivered positions, as columns of one length."""
 

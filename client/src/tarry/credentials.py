@@ -22,7 +22,8 @@ import grpc
 
 from tarry import errors
 
-DEFAULT_TARGET = "127.0.0.1:7461"
+DEFAULT_PORT = 7461
+DEFAULT_TARGET = f"127.0.0.1:{DEFAULT_PORT}"
 DEFAULT_TIMEOUT_S = 30.0
 
 Options: TypeAlias = tuple[tuple[str, str | int], ...]
@@ -56,11 +57,45 @@ def unsaid(why: str) -> None:
     """Ignore the reason of a wait."""
 
 
-def check_target(target: str, *, name: str = "target") -> None:
-    """Raise InvalidArgument if host:port has an invalid port. gRPC checks the rest of the target."""
-    port = re.fullmatch(r"(?:(?:dns|ipv4|ipv6):.*|[^:]+|\[.*\]):([0-9]+)", target)
-    if port is not None and int(port[1]) > PORT_MAX:
-        raise errors.InvalidArgument(f"{name} is {target!r}, and {port[1]} is no port; it must be at most {PORT_MAX}")
+_WITHOUT_PORT = re.compile(r"(?:unix|unix-abstract|vsock|xds|google-c2p):.")
+# gRPC's own forms of a host:port, or of several
+_GRPC_FORM = re.compile(r"dns:(?://[^/]*/)?|ipv4:|ipv6:")
+_HOST_AND_PORT = re.compile(r"(\[[^\s/@,\[\]]+\]|[^\s:/@,\[\]]+)(?::(.*))?")
+_URL = re.compile(r"([a-z][a-z0-9+.-]*://)(?:[^/?#]*@)?([^/?#]*).*", re.IGNORECASE)
+
+
+def check_target(target: str, *, name: str = "target") -> str:
+    """Return a target as gRPC takes it, with the daemon's default port if it has none.
+
+    `name` is the argument or option that the caller gave. Raises InvalidArgument if the target is a URL, or has no host
+    or an invalid port.
+    """
+    target = target.strip()
+    if _WITHOUT_PORT.match(target):
+        return target
+    if form := _GRPC_FORM.match(target):
+        return form[0] + ",".join(_with_port(each, target, name) for each in target[form.end() :].split(","))
+    return _with_port(target, target, name)
+
+
+def _with_port(address: str, target: str, name: str) -> str:
+    wrong = f"{name} is {target!r}"
+    if url := _URL.fullmatch(address):
+        tls = "; TLS is a setting of its own" if url[1].lower() == "https://" else ""
+        raise errors.InvalidArgument(
+            f"{wrong}; it must be host:port without {url[1]}, such as {url[2] or DEFAULT_TARGET}{tls}"
+        )
+    parts = _HOST_AND_PORT.fullmatch(address)
+    if parts is None:
+        brackets = "; an IPv6 address stands in brackets: [::1]:7461" if address.count(":") > 1 else ""
+        raise errors.InvalidArgument(
+            f"{wrong}; it must be host:port, such as {DEFAULT_TARGET}, or unix: and the path of a socket{brackets}"
+        )
+    if parts[2] is None:
+        return f"{address}:{DEFAULT_PORT}"
+    if not re.fullmatch("[0-9]{1,5}", parts[2]) or not 1 <= int(parts[2]) <= PORT_MAX:
+        raise errors.InvalidArgument(f"{wrong}, and {parts[2]!r} is no port; it must be from 1 to {PORT_MAX}")
+    return address
 
 
 def is_unix_socket(target: str) -> bool:

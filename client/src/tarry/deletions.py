@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import errors, inspection, wire
+from tarry import columns, errors, inspection, wire
 from tarry.v1 import ledger_deletion_pb2
 
 UuidColumn: TypeAlias = uuid.UUID | Sequence[uuid.UUID | None]
@@ -215,6 +215,8 @@ class RecordedDeletes:
 @dataclasses.dataclass(frozen=True, eq=False)
 class InUseRecorded:
     """The result of recording ledgers as in use."""
+
+    __repr__ = columns.short_repr
 
     recorded: int
     """Ledgers that count as in use now: no deletion of them begins."""

@@ -16,6 +16,8 @@ from google.rpc import error_details_pb2, status_pb2
 OWNER_ADDRESS_KEY = "owner-address"
 RETRY_AFTER_KEY = "retry-after-ms"
 DAMAGED_KEY = "damaged"
+OTHER_PROTOCOL = "the port answers, but not in gRPC, like the port of the daemon's metrics (by default 7462)"
+"""The reason for which a daemon is unavailable if another service answers"""
 FORMER_OWNER_KEY = "former-owner-ms"
 
 
@@ -197,6 +199,8 @@ _BY_CODE: Mapping[grpc.StatusCode, type[TarryError]] = {
         DeadlineExceeded,
     )
 }
+# gRPC's words for a peer that answers in another protocol, such as HTTP/1
+_NO_HTTP2 = "Failed parsing HTTP/2"
 _CODE_BY_NUMBER: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -256,6 +260,8 @@ def _from_code(code: grpc.StatusCode, message: str, hints: Mapping[str, str]) ->
             return ResourceExhausted(message, retry_after_ms=_milliseconds(hints))
         case grpc.StatusCode.UNAVAILABLE:
             former_owner_ms = _milliseconds(hints, FORMER_OWNER_KEY)
+            if _NO_HTTP2 in message:
+                message = f"{OTHER_PROTOCOL}; name the daemon's gRPC port, by default 7461 (gRPC says: {message})"
             return Unavailable(message, retry_after_ms=_milliseconds(hints), former_owner_ms=former_owner_ms)
         case grpc.StatusCode.DATA_LOSS:
             return DataLoss(message, of_topic=hints.get(DAMAGED_KEY) == "topic")

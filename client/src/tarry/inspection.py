@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import policies, wire
+from tarry import columns, policies, wire
 from tarry.results import RebuildNeeded
 from tarry.v1 import inspect_pb2
 
@@ -276,6 +276,8 @@ class RowsPage:
     `next_page_token` is empty on the last page. An earlier page may have fewer rows than requested, even none.
     """
 
+    __repr__ = columns.short_repr
+
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
     deliver_at_ms: NDArray[np.uint64]
@@ -292,6 +294,8 @@ class RowsPage:
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScheduledPage(RowsPage):
     """Rows that are not due yet."""
+
+    __repr__ = columns.short_repr
 
     subscription_index: NDArray[np.int64]
     """Index into `subscriptions` for each row"""
@@ -312,6 +316,8 @@ class ScheduledPage(RowsPage):
 @dataclasses.dataclass(frozen=True, eq=False)
 class BacklogPage(RowsPage):
     """Rows that are due and not acknowledged."""
+
+    __repr__ = columns.short_repr
 
     state: NDArray[np.int64]
     """`BacklogState` of each row"""
@@ -338,6 +344,8 @@ class BacklogPage(RowsPage):
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeadLetterPage(RowsPage):
     """Dead letters, oldest first; `deliver_at_ms` is that of their last delivery."""
+
+    __repr__ = columns.short_repr
 
     dead_letter_id: NDArray[np.uint64]
     """Ascending; a subscription never uses an id again."""
@@ -400,6 +408,8 @@ class Retention:
     Example: `{ledger: entry for ledger, entry in await client.retention("flights")}`
     """
 
+    __repr__ = columns.short_repr
+
     ledger_id: NDArray[np.uint64]
     lowest_entry_id: NDArray[np.uint64]
     uncertain: tuple[tuple[int, int], ...]
@@ -434,6 +444,8 @@ class Retention:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Histogram:
     """A histogram of due times: bar i counts rows from `from_ms` + i * `width_ms` on, none beyond `until_ms`."""
+
+    __repr__ = columns.short_repr
 
     from_ms: int
     until_ms: int

@@ -58,6 +58,8 @@ class ConsumerBatch(batch.Batch):
     Those that were planned and never delayed have 0 in `deliver_at_ms`.
     """
 
+    __repr__ = columns.short_repr
+
     consumer: Consumer
     consumer_id: int
     """Its number on the stream, as `tarry consumers` shows; no other consumer of this subscription has it."""

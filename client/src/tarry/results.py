@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import policies, reasons, wire
+from tarry import columns, policies, reasons, wire
 from tarry.v1 import admin_pb2, cluster_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 
 
@@ -29,6 +29,8 @@ class AlreadyDue(enum.IntEnum):
 @dataclasses.dataclass(frozen=True, eq=False)
 class AddResult:
     """The result of a batch; every accepted row is durable. Indexes are those of rows in the batch."""
+
+    __repr__ = columns.short_repr
 
     accepted: int
     """Rows stored"""
@@ -170,6 +172,8 @@ class Nacked:
 class Withdrawn:
     """The positions of a batch that were left alone, by reason; indexes are those of rows in the batch."""
 
+    __repr__ = columns.short_repr
+
     not_found_index: NDArray[np.int64]
     """No row exists: never added, acknowledged, cancelled before, or lost with a damaged bucket."""
     already_due_index: NDArray[np.int64]
@@ -183,6 +187,8 @@ class Withdrawn:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cancelled(Withdrawn):
     """The result of a cancellation. Every position that is not listed was cancelled, durably."""
+
+    __repr__ = columns.short_repr
 
     cancelled: int
 
@@ -199,6 +205,8 @@ class Cancelled(Withdrawn):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rescheduled(Withdrawn):
     """The result of a rescheduling. Every position that is not listed has its new time, durably."""
+
+    __repr__ = columns.short_repr
 
     rescheduled: int
     raised_index: NDArray[np.int64]
@@ -272,6 +280,8 @@ class Trimmed(int):
 @dataclasses.dataclass(frozen=True, eq=False)
 class EntryRanges:
     """Ranges of entries, both ends included, as columns of one length. Iterating yields (ledger, first, last)."""
+
+    __repr__ = columns.short_repr
 
     ledger_id: NDArray[np.uint64]
     first_entry_id: NDArray[np.uint64]

@@ -6,21 +6,19 @@ Pure: the same message gives the same time, whenever it is read.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
 
+from tarry import times
 from tarry_relay import port, relay_settings
 from tarry_relay.delivery_steps import Step
 from tarry_relay.relay_settings import Headers, Settings, SettingsError, Source, Target
 
 TIME_MAX_MS = 2**53
 """Latest time that a header may give, Unix time (ms)"""
-_MS_MIN = 978_307_200_000
-"""Lowest number that is a time in ms. A smaller one, except 0, is a date, or a time or a delay in seconds."""
 
 
 class Bad(ValueError):
@@ -175,7 +173,7 @@ def sent_ms(message: port.Message | None) -> int:
 
     Returns 1 if it is unknown, or if its producer gave no time, or one in seconds.
     """
-    return message.sent_at_ms if message is not None and _MS_MIN <= message.sent_at_ms <= TIME_MAX_MS else 1
+    return message.sent_at_ms if message is not None and times.MS_MIN <= message.sent_at_ms <= TIME_MAX_MS else 1
 
 
 def due_at_ms(message: port.Message, sent_at_ms: int, names: Headers, levels_ms: list[int]) -> int | None:
@@ -202,22 +200,12 @@ def due_at_ms(message: port.Message, sent_at_ms: int, names: Headers, levels_ms:
 
 def time_ms(name: str, text: str) -> int:
     """Return a moment as Unix time (ms). Raises Bad."""
-    if re.fullmatch(r"\d{1,19}", text, re.ASCII):
-        number = int(text)
-        if 10**9 <= number < _MS_MIN:
-            raise Bad(f"header {name} is {text}, which can only be meant in seconds; it must be in ms")
-        if 0 < number < _MS_MIN:
-            raise Bad(f"header {name} is {text}, which is no time in ms; 0 means at once")
-        return number
     try:
-        moment = datetime.datetime.fromisoformat(text)
+        return max(0, times.parse(text))
+    except times.NoTime as error:
+        raise Bad(f"header {name} is {text if text.isdecimal() else repr(text)}, which {error}") from None
     except ValueError:
         raise Bad(f"header {name} is {_shown(text)}, which is neither Unix time in ms nor RFC 3339") from None
-    if moment.tzinfo is None:
-        raise Bad(f"header {name} is {text!r}, which has no time zone: end it with Z or an offset such as +02:00")
-    since = moment - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-    # Rounded up, because early delivery is not allowed
-    return max(0, -(-since // datetime.timedelta(milliseconds=1)))
 
 
 def _only_one(message: port.Message, names: Sequence[str]) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
 import json
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,9 +16,11 @@ import pytest
 from tarry.cli import commands, connection, output
 from tarry.v1 import admin_pb2, delayed_delivery_pb2, dispatch_pb2, inspect_pb2
 from tests._support.patience import within_some_time
+from tests._support.processes import run_child
 from tests.client._support import fake_daemon
 from tests.client._support.authority import Authority, replaced
 from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
+from tests.client.cli._support.shell import TARRY
 from tests.client.cli.conftest import Run
 
 ASKED = [
@@ -157,7 +161,35 @@ def test_a_daemon_that_is_not_there_is_named(run: Run, daemon: FakeDaemon) -> No
 def test_a_port_that_there_is_not_is_refused_at_once(run: Run) -> None:
     result = run("topics", "--address", "127.0.0.1:65536")
     assert result.exit_code == output.EXIT_INPUT
-    assert result.stderr == "tarry: --address is '127.0.0.1:65536', and 65536 is no port; it must be at most 65535.\n"
+    assert (
+        result.stderr == "tarry: --address is '127.0.0.1:65536', and '65536' is no port; it must be from 1 to 65535.\n"
+    )
+
+
+def test_a_url_is_refused_at_once_by_the_name_under_which_it_was_given(run: Run) -> None:
+    given = run("topics", "--address", "http://localhost:7461")
+    assert given.exit_code == output.EXIT_INPUT
+    assert given.stderr.startswith("tarry: --address is 'http://localhost:7461'; it must be host:port without http://")
+    variable = click.testing.CliRunner(env={"TARRY_ADDRESS": "http://h"}).invoke(commands.tarry, ["topics"])
+    assert (variable.exit_code, variable.stderr.partition(";")[0]) == (2, "tarry: TARRY_ADDRESS is 'http://h'")
+
+
+def test_the_port_of_the_metrics_is_told_apart_from_a_daemon_that_is_away(run: Run) -> None:
+    # As the daemon's metrics: a server of HTTP/1
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port}"
+
+        def story(seconds: float) -> None:
+            result = run("topics", "--address", address, "--timeout", str(seconds))
+            assert result.exit_code == output.EXIT_UNREACHABLE
+            assert "the port answers, but not in gRPC" in result.stderr
+            assert "name the daemon's gRPC port, by default 7461" in result.stderr
+            assert "Correct --address or TARRY_ADDRESS." in result.stderr
+            assert "start it with" not in result.stderr
+
+        within_some_time(story)
+        server.shutdown()
 
 
 TOPICS = inspect_pb2.ListTopicsResponse(topics=[inspect_pb2.TopicSummary(topic="t", pending=2)])
@@ -313,6 +345,20 @@ def test_a_handshake_that_fails_says_which_option_helps(
 
     within_some_time(story)
     assert guarded.calls == []
+
+
+def test_grpc_prints_no_lines_of_its_own_before_the_message(guarded: FakeDaemon, tmp_path: Path) -> None:
+    other = replaced(tmp_path / "other.pem", Authority().certificate)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+
+    def story(seconds: float) -> None:
+        line = ["topics", "--address", guarded.address, "--timeout", str(seconds), "--tls-ca", str(other)]
+        ended = run_child([str(TARRY), *line], env=environment)
+        assert ended.returncode == output.EXIT_UNREACHABLE
+        assert "CERTIFICATE_VERIFY_FAILED" in ended.stderr
+        assert [each for each in ended.stderr.splitlines() if not each.startswith("tarry: ")] == []
+
+    within_some_time(story)
 
 
 def test_a_daemon_without_tls_that_is_asked_with_it_is_told_apart(

@@ -56,23 +56,24 @@ def test_rows_can_be_for_one_subscription_alone(daemon: FakeDaemon, run: Run) ->
 def test_a_file_s_rows_are_added(daemon: FakeDaemon, run: Run, tmp_path: Path) -> None:
     daemon.script("StreamAddMessages", accept_all)
     path = tmp_path / "rows.csv"
-    path.write_text("ledger,entry,deliver_at_ms,key\n1,2,3,foo\n\n4,5,6,\n", encoding="utf-8-sig")
+    path.write_text(f"ledger,entry,deliver_at_ms,key\n1,2,{DUE_MS},foo\n\n4,5,0,\n", encoding="utf-8-sig")
     result = run("add", "t", "--file", str(path), "--already-due", "return", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["accepted"] == 2
     (add,) = adds_of(daemon)
-    assert (list(add.ledger_id), list(add.entry_id), list(add.deliver_at_ms)) == ([1, 4], [2, 5], [3, 6])
+    assert (list(add.ledger_id), list(add.entry_id), list(add.deliver_at_ms)) == ([1, 4], [2, 5], [DUE_MS, 0])
     assert list(add.key_hash) == [4138058784, 0]
     assert add.already_due == delayed_delivery_pb2.ALREADY_DUE_RETURN
 
 
 def test_standard_input_in_any_order_of_columns_is_added(daemon: FakeDaemon, run: Run) -> None:
     daemon.script("StreamAddMessages", accept_all)
-    result = run("add", "t", "--file", "-", "--batch-rows", "1", stdin="deliver_at_ms,ledger,entry\n3,1,2\n6,4,5\n")
+    stdin = f"deliver_at_ms,ledger,entry\n{DUE_MS},1,2\n{DUE_MS + 1},4,5\n"
+    result = run("add", "t", "--file", "-", "--batch-rows", "1", stdin=stdin)
     assert result.exit_code == 0, result.output
     assert [(add.ledger_id[0], add.entry_id[0], add.deliver_at_ms[0]) for add in adds_of(daemon)] == [
-        (1, 2, 3),
-        (4, 5, 6),
+        (1, 2, DUE_MS),
+        (4, 5, DUE_MS + 1),
     ]
 
 
@@ -91,11 +92,13 @@ def returning(daemon: FakeDaemon, *refused_of_each: tuple[list[int], list[int]])
     daemon.script("StreamAddMessages", step)
 
 
-ROWS = "ledger,entry,deliver_at_ms\n1,2,3\n\n1,3,1896091200\n1,4,5\n2,5,18446744073709551615\n"
+DUE_MS = 1_900_000_000_000
+ROWS = f"ledger,entry,deliver_at_ms\n1,2,{DUE_MS}\n\n1,3,1896091200\n1,4,0\n2,5,18446744073709551615\n"
+PLAIN = ROWS.replace("1896091200", "0")
 
 
 def test_rows_that_are_refused_are_printed_by_line_with_the_reason(daemon: FakeDaemon, run: Run) -> None:
-    returning(daemon, ([1], [2]), ([1], [1]))
+    returning(daemon, ([], []), ([1], [1]))
     result = run("add", "t", "--file", "-", "--batch-rows", "2", "--on-invalid", "return", stdin=ROWS)
     assert result.exit_code == output.EXIT_NOT_ALL
     assert "accepted\t2" in result.stdout
@@ -105,6 +108,81 @@ def test_rows_that_are_refused_are_printed_by_line_with_the_reason(daemon: FakeD
         "tarry: refused: line 6, ledger 2 entry 5: it is further ahead than the largest delay",
     ]
     assert [add.on_invalid for add in adds_of(daemon)] == [delayed_delivery_pb2.ON_INVALID_RETURN] * 2
+
+
+def test_a_number_that_is_no_time_is_left_out_where_the_daemon_would_deliver_at_once(
+    daemon: FakeDaemon, run: Run
+) -> None:
+    returning(daemon, ([1], [1]))
+    stdin = f"ledger,entry,deliver_at_ms,key\n1,1,20270131,a\n1,2,{DUE_MS},b\n1,3,{2**63},c\n1,4,1896091200,d\n"
+    result = run("add", "t", "--file", "-", "--on-invalid", "return", "--json", stdin=stdin)
+    assert result.exit_code == output.EXIT_NOT_ALL
+    parsed = json.loads(result.stdout)
+    assert (parsed["rows"], parsed["accepted"], parsed["refused"]) == (4, 1, 3)
+    assert [(row["line"], row["entry_id"], row["reason"]) for row in parsed["refused_rows"]] == [
+        (2, 1, "NO_TIME_IN_MS"), (4, 3, "DELAY_TOO_LONG"), (5, 4, "TIME_IN_SECONDS")
+    ]  # fmt: skip
+    (add,) = adds_of(daemon)
+    assert (list(add.entry_id), list(add.deliver_at_ms)) == ([2, 3], [DUE_MS, 2**63])
+    assert len(set(add.key_hash)) == 2
+
+
+def test_a_file_of_nothing_but_bad_times_is_answered_without_a_request(daemon: FakeDaemon, run: Run) -> None:
+    stdin = "ledger,entry,deliver_at_ms\n1,1,20270131\n"
+    result = run("add", "t", "--file", "-", "--on-invalid", "return", stdin=stdin)
+    assert result.exit_code == output.EXIT_NOT_ALL
+    assert "refused: line 2, ledger 1 entry 1: its time is no Unix time in ms" in result.stderr
+    assert daemon.count("StreamAddMessages") == 0
+
+
+@pytest.mark.parametrize(
+    ("at_ms", "says"),
+    [
+        ("1896091200", "1896091200, which can only be meant in seconds; it must be in ms: 1896091200000"),
+        ("20270131", "20270131, which is a date, no time in ms; 2027-01-31T00:00:00Z is 1801353600000"),
+        ("5", "5, which is no time in ms; 0 means at once"),
+    ],
+)
+def test_a_number_that_is_no_time_is_refused_by_option_and_by_line(
+    daemon: FakeDaemon, run: Run, tmp_path: Path, at_ms: str, says: str
+) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f"ledger,entry,deliver_at_ms\n1,1,0\n\n1,2,{at_ms}\n")
+    for command in ("add", "reschedule"):
+        of_option = run(command, "t", "--ledger", "1", "--entries", "1", "--at", at_ms)
+        assert of_option.exit_code == output.EXIT_INPUT
+        assert f"Invalid value for '--at': '{at_ms}' {says.partition('which ')[2]}" in of_option.stderr
+        of_line = run(command, "t", "--file", str(path))
+        assert of_line.exit_code == output.EXIT_INPUT
+        assert f"{path}, line 4: deliver_at_ms is {says}" in of_line.stderr
+    assert daemon.count("StreamAddMessages") == daemon.count("RescheduleMessages") == 0
+    # The time of a file that is not used is no one's business.
+    daemon.script("CancelMessages", answer(delayed_delivery_pb2.CancelMessagesResponse(cancelled=2)))
+    assert run("cancel", "t", "--file", str(path)).exit_code == 0
+
+
+def test_what_the_daemon_refuses_is_named_by_option_and_by_line(daemon: FakeDaemon, run: Run) -> None:
+    def too_long(field: str) -> Any:
+        text = f"{field}[1] is 9; the largest delay is 8 ms"
+
+        def refuse_all(requests: Requests, context: grpc.ServicerContext) -> Iterator[Any]:
+            for request in requests:
+                yield refused(request, status(code_pb2.OUT_OF_RANGE, text))
+
+        return refuse_all
+
+    daemon.script("StreamAddMessages", too_long("deliver_at_ms"))
+    stdin = f"ledger,entry,deliver_at_ms\n1,1,0\n\n1,2,{DUE_MS}\n"
+    result = run("add", "t", "--file", "-", stdin=stdin)
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "tarry: -, line 4: deliver_at_ms is 9; the largest delay is 8 ms.\n",
+    )
+    result = run("add", "t", "--ledger", "1", "--entries", "1-2", "--at", str(DUE_MS))
+    assert (result.exit_code, result.stderr) == (2, "tarry: --at is 9; the largest delay is 8 ms.\n")
+    daemon.script("StreamAddMessages", too_long("delay_ms"))
+    result = run("add", "t", "--ledger", "1", "--entries", "1-2", "--in", "9ms")
+    assert (result.exit_code, result.stderr) == (2, "tarry: --in is 9; the largest delay is 8 ms.\n")
 
 
 def test_refused_rows_are_in_the_order_of_the_file_whatever_is_answered_first(daemon: FakeDaemon, run: Run) -> None:
@@ -118,7 +196,7 @@ def test_refused_rows_are_in_the_order_of_the_file_whatever_is_answered_first(da
 
     returning(daemon)
     daemon.script("StreamAddMessages", backwards)
-    result = run("add", "t", "--file", "-", "--batch-rows", "2", "--on-invalid", "return", "--json", stdin=ROWS)
+    result = run("add", "t", "--file", "-", "--batch-rows", "2", "--on-invalid", "return", "--json", stdin=PLAIN)
     assert [row["line"] for row in json.loads(result.stdout)["refused_rows"]] == [2, 4, 5, 6]
 
 
@@ -170,7 +248,10 @@ def test_a_bad_file_is_told_with_its_line(daemon: FakeDaemon, run: Run, text: st
     [
         (["--ledger", "1"], "give --ledger and --entries, or --file"),
         (["--ledger", "1", "--entries", "1"], "give exactly one of --in, --at and --level"),
-        (["--ledger", "1", "--entries", "1", "--in", "1s", "--at", "5"], "give exactly one of --in, --at and --level"),
+        (
+            ["--ledger", "1", "--entries", "1", "--in", "1s", "--at", "now"],
+            "give exactly one of --in, --at and --level",
+        ),
         (["--file", "-", "--ledger", "1"], "--file has the rows"),
         (["--ledger", "1", "--entries", "9-5", "--in", "1s"], "'9-5' must go from lower to higher entries"),
         (["--ledger", "1", "--entries", "a", "--in", "1s"], "'a' is not a range of entries"),

@@ -263,10 +263,32 @@ def test_dead_letters_are_listed_with_why(with_letters: FakeDaemon, run: Run) ->
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("command", "method"), [("ack", "Acknowledge"), ("nack", "NegativeAcknowledge")])
+def test_a_position_that_is_refused_is_named_by_its_line(
+    daemon: FakeDaemon, run: Run, command: str, method: str
+) -> None:
+    text = "entry_id[1]: position (1, 2) is that of entry_id[0], too"
+    daemon.script(method, refuse(grpc.StatusCode.INVALID_ARGUMENT, text))
+    line = '{"ledger_id": 1, "entry_id": 2, "deliver_at_ms": 3}\n'
+    result = run(command, "t", "s", "--file", "-", stdin=f"{line}\n{line}")
+    assert result.exit_code == output.EXIT_INPUT
+    assert result.stderr == "tarry: -, line 3: entry_id: position (1, 2) is that of -, line 1: entry_id, too.\n"
+
+
+def test_the_delay_of_a_negative_acknowledgement_that_is_refused_is_named_by_its_option(
+    daemon: FakeDaemon, run: Run
+) -> None:
+    daemon.script("NegativeAcknowledge", refuse(grpc.StatusCode.OUT_OF_RANGE, "delay_ms[0] is 9; the largest is 8"))
+    line = '{"ledger_id": 1, "entry_id": 2, "deliver_at_ms": 3}'
+    for given, stdin in ((("--ledger", "1", "--entries", "2"), None), (("--file", "-"), line)):
+        result = run("nack", "t", "s", *given, "--delay", "9ms", stdin=stdin)
+        assert (result.exit_code, result.stderr) == (output.EXIT_INPUT, "tarry: --delay is 9; the largest is 8.\n")
+
+
 def test_dead_letters_are_chosen(with_letters: FakeDaemon, run: Run) -> None:
     result = run(
         "dead-letters", "list", "t", "s", "--id", "9", "--id", "3", "--ledger", "7", "--reason", "too-often",
-        "--since", "1000", "--until", "2000", "--limit", "2",
+        "--since", "1900000000000", "--until", "1900000001000", "--limit", "2",
     )  # fmt: skip
     assert "there are more rows" in result.stderr
     (request,) = with_letters.requests("ListDeadLetters")
@@ -277,8 +299,8 @@ def test_dead_letters_are_chosen(with_letters: FakeDaemon, run: Run) -> None:
             dead_letter_id=[3, 9],
             ledgers=inspect_pb2.LedgerRange(first_ledger_id=7, last_ledger_id=7),
             reason=inspect_pb2.DEAD_LETTER_REASON_TOO_OFTEN,
-            from_ms=1000,
-            until_ms=2000,
+            from_ms=1_900_000_000_000,
+            until_ms=1_900_000_001_000,
         ),
         page_size=2,
     )

@@ -33,10 +33,20 @@ def test_times_may_be_told_from_now() -> None:
     assert before_ms <= later_ms - 5_400_000 <= after_ms
 
 
-@pytest.mark.parametrize("text", ["soon", "+", "+1x", "-1h", "1h"])
+@pytest.mark.parametrize("text", ["soon", "+", "+1x", "-1h", "1h", "0001-01-01", "9" * 5_000])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(click.BadParameter, match=r"is not a time; write for example now|is not a duration"):
         rows.Moment().convert(text, None, None)
+
+
+@pytest.mark.parametrize("text", ["20270131", "1790000000", "5", str(2**64)])
+def test_a_number_that_is_no_time_is_refused_where_it_is_no_name(text: str) -> None:
+    with pytest.raises(click.BadParameter, match=f"'{text}' (is|can)"):
+        rows.Moment().convert(text, None, None)
+    if int(text) < 2**64:
+        assert rows.Moment(any_number=True).convert(text, None, None) == int(text), (
+            "of a delivery, any time may be named"
+        )
 
 
 def test_the_last_entry_there_is_can_be_added() -> None:
@@ -48,14 +58,17 @@ def test_the_last_entry_there_is_can_be_added() -> None:
 def test_positions_of_a_file_come_in_batches() -> None:
     lines = [f'{{"ledger_id": 1, "entry_id": {entry}, "deliver_at_ms": {2**64 - 1}, "late": 1}}' for entry in range(5)]
     batches = list(rows.positions_from_json([*lines[:2], "", *lines[2:]], name="f", batch_rows=2))
-    assert [batch.entry_id.tolist() for batch in batches] == [[0, 1], [2, 3], [4]]
-    assert batches[0].deliver_at_ms.tolist() == [2**64 - 1] * 2
-    assert batches[0].batch_index is None
+    assert [batch.entry_id.tolist() for batch, _ in batches] == [[0, 1], [2, 3], [4]]
+    assert batches[0][0].deliver_at_ms.tolist() == [2**64 - 1] * 2
+    assert batches[0][0].batch_index is None
+    assert [written.place(0, "entry_id") for _, written in batches] == [
+        f"f, line {line}: entry_id" for line in (1, 4, 6)
+    ]
 
 
 def test_positions_of_a_file_may_be_messages_of_batches() -> None:
     lines = ['{"ledger_id": 1, "entry_id": 2, "deliver_at_ms": 3, "batch_index": 4}', '{"ledger_id": 1, "entry_id": 2}']
-    (positions,) = rows.positions_from_json(lines, name="f", batch_rows=2, timed=False)
+    ((positions, _),) = rows.positions_from_json(lines, name="f", batch_rows=2, timed=False)
     assert positions.deliver_at_ms.tolist() == [3, 0]
     assert positions.batch_indexes().tolist() == [4, 2**32 - 1]
     with pytest.raises(click.UsageError, match="f, line 2: deliver_at_ms is None"):
@@ -73,7 +86,7 @@ def test_times_in_the_past_may_be_told_from_now_where_they_make_sense() -> None:
 
 def test_positions_of_a_huge_range_are_made_as_they_are_needed() -> None:
     entries = rows.EntryRange().convert(f"0-{2**64 - 1}", None, None)
-    first = next(rows.positions_from_options(7, entries, 9, batch_index=None, redelivery_count=None, batch_rows=2))
+    first, _ = next(rows.positions_from_options(7, entries, 9, batch_index=None, redelivery_count=None, batch_rows=2))
     assert [column.tolist() for column in first[:3]] == [[7, 7], [0, 1], [9, 9]]
 
 

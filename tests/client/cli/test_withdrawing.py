@@ -16,9 +16,9 @@ from tests.client._support.fake_daemon import FakeDaemon, answer, refuse
 from tests.client.cli.conftest import Run
 
 SCHEDULED = (
-    '{"ledger_id": 1, "entry_id": 2, "deliver_at_ms": 10, "key_hash": 5, "subscription": null}\n'
+    '{"ledger_id": 1, "entry_id": 2, "deliver_at_ms": 1900000000010, "key_hash": 5, "subscription": null}\n'
     "\n"
-    '{"ledger_id": 3, "entry_id": 4, "deliver_at_ms": 11, "key_hash": null, "subscription": "s"}\n'
+    '{"ledger_id": 3, "entry_id": 4, "deliver_at_ms": 1900000000011, "key_hash": null, "subscription": "s"}\n'
 )
 
 
@@ -126,7 +126,7 @@ def test_a_file_has_a_time_for_each_unless_one_is_given_for_all(daemon: FakeDaem
     assert run("reschedule", "t", "--file", "-", stdin=SCHEDULED).exit_code == 0
     assert run("reschedule", "t", "--file", "-", "--in", "5ms", stdin=SCHEDULED).exit_code == 0
     own, same = daemon.requests("RescheduleMessages")
-    assert (list(own.deliver_at_ms), list(own.delay_ms)) == ([10, 11], [])
+    assert (list(own.deliver_at_ms), list(own.delay_ms)) == ([1_900_000_000_010, 1_900_000_000_011], [])
     assert (list(same.deliver_at_ms), list(same.delay_ms)) == ([], [5])
     # The keys of the rows as they were.
     assert list(own.key_hash) == list(same.key_hash) == [5, 0]
@@ -135,7 +135,7 @@ def test_a_file_has_a_time_for_each_unless_one_is_given_for_all(daemon: FakeDaem
 def test_what_is_not_rescheduled_is_listed_and_what_was_raised_is_said(daemon: FakeDaemon, run: Run) -> None:
     left = rescheduled(1, in_flight_index=[1], raised_index=[0], raised_deliver_at_ms=[9])
     daemon.script("RescheduleMessages", answer(left))
-    result = run("reschedule", "t", "--ledger", "7", "--entries", "1-2", "--at", "1")
+    result = run("reschedule", "t", "--ledger", "7", "--entries", "1-2", "--at", "now")
     assert result.exit_code == output.EXIT_NOT_ALL
     assert "rescheduled 1 row of t; unchanged: 1 in flight" in result.stdout
     assert "1 row got a later time than asked" in result.stderr
@@ -156,7 +156,11 @@ def test_what_is_not_rescheduled_is_listed_and_what_was_raised_is_said(daemon: F
         (["cancel", "t", "--file", "-"], '{"ledger_id": 1}\n', "line 1: entry_id is None"),
         (["cancel", "t", "--file", "-"], '{"ledger_id": 1, "entry_id": 2}\n{\n', "line 2: not JSON"),
         (["reschedule", "t", "--ledger", "1", "--entries", "2"], "", "give --in or --at"),
-        (["reschedule", "t", "--ledger", "1", "--entries", "2", "--in", "1s", "--at", "1"], "", "one of --in and --at"),
+        (
+            ["reschedule", "t", "--ledger", "1", "--entries", "2", "--in", "1s", "--at", "now"],
+            "",
+            "one of --in and --at",
+        ),
         (["reschedule", "t", "--file", "-", "--key", "k"], "", "--file has the positions"),
         (["reschedule", "t", "--file", "-"], "ledger,entry\n1,2\n", "- has no deliver_at_ms: add it, or give --in"),
         (["reschedule", "t", "--file", "-"], SCHEDULED + '{"ledger_id": 1, "entry_id": 9}', "line 4: deliver_at_ms is"),

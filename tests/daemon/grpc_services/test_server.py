@@ -105,6 +105,23 @@ async def test_health_follows_the_engine(edge: Edge, unhealthy: call_values.Heal
     watch.cancel()
 
 
+async def test_health_tells_the_reason_and_a_standby_from_a_failure(edge: Edge, unhealthy: call_values.Health) -> None:
+    assert await hints_of(edge.caller.channel) == {"reason-bin": b"serving"}
+    edge.engine._set_health(unhealthy)
+    assert await hints_of(edge.caller.channel) == {"reason-bin": b"the store does not answer"}
+    edge.engine._set_health(call_values.Health(serving=False, reason="\N{SNOWMAN}" * 9_000, stands_by=True))
+    found = await hints_of(edge.caller.channel)
+    assert found["stands-by"] == "1"
+    assert found["reason-bin"].startswith("\N{SNOWMAN}".encode()), "as much as metadata may have"
+
+
+async def hints_of(channel: grpc.aio.Channel) -> dict[str, Any]:
+    """The trailing metadata of the daemon's health."""
+    call = cast(Any, health_pb2_grpc.HealthStub(channel)).Check(health_pb2.HealthCheckRequest(), timeout=300)
+    await call
+    return dict(await call.trailing_metadata())
+
+
 class TestDraining:
     @pytest.fixture
     def settings(self) -> config.Config:

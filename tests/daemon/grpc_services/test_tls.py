@@ -15,12 +15,13 @@ import grpc.aio
 import pytest
 import trustme
 
-from daemon import auth, config
+from daemon import auth, call_values, config
 from daemon.auth import Scope, hash_of
 from daemon.owner.engine import Engine
 from tarry.v1 import cluster_pb2, delayed_delivery_pb2
 from tests._support.door_files import DoorFiles, door_files, identity, token_of
 from tests.daemon.grpc_services.conftest import Edge, admission_of, serving
+from tests.daemon.grpc_services.test_server import hints_of
 
 TIMEOUT_S = 300
 STREAMS = 8
@@ -176,7 +177,21 @@ async def test_a_unix_socket_is_served_beside_tls_and_needs_a_token_too(engine: 
             assert await version(channel, None) is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_a_unix_socket_that_cannot_be_made_is_named(engine: Engine) -> None:
-    with pytest.raises(OSError, match=r"grpc.unix_socket: /nowhere/tarryd.sock cannot be bound"):
+async def test_with_identities_the_reason_of_health_is_for_the_unix_socket_alone(
+    engine: Engine, files: DoorFiles
+) -> None:
+    path = files.folder / "tarryd.sock"
+    settings = settings_of(f"access.identities_file={files.identities}", f"grpc.unix_socket={path}")
+    async with serving(engine, settings) as edge, grpc.aio.insecure_channel(f"unix:{path}") as own:
+        engine._set_health(call_values.Health(serving=False, reason="waiting for daemon north", stands_by=True))
+        assert await hints_of(own) == {"stands-by": "1", "reason-bin": b"waiting for daemon north"}
+        assert await hints_of(edge.caller.channel) == {"stands-by": "1"}
+
+
+async def test_a_unix_socket_that_cannot_be_made_is_named_with_the_reason(
+    engine: Engine, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(OSError, match=r"grpc.unix_socket: /nowhere/tarryd.sock cannot be bound: No such file"):
         async with serving(engine, settings_of("grpc.unix_socket=/nowhere/tarryd.sock")):
             pass
+    assert capfd.readouterr().err == "", "gRPC prints nothing of its own"

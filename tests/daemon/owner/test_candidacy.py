@@ -63,7 +63,7 @@ def test_what_belongs_to_nobody_alive_is_claimed_at_once(
 @pytest.mark.parametrize("lock", [OwnerLock.HELD, OwnerLock.UNKNOWN])
 def test_a_daemon_stands_by_while_the_owner_beats_and_says_whom_it_waits_for(lock: OwnerLock) -> None:
     decision = decide(OTHER, lock=lock)
-    assert decision == Wait("waiting for daemon north at 127.0.0.1:7461 (last heartbeat seen 4 s ago)")
+    assert decision == Wait("waiting for daemon north at 127.0.0.1:7461 (last heartbeat seen 4 s ago)", stands_by=True)
 
 
 def test_a_log_with_an_end_is_proof_though_its_owner_beats_and_others_go_first() -> None:
@@ -73,7 +73,7 @@ def test_a_log_with_an_end_is_proof_though_its_owner_beats_and_others_go_first()
 
 def test_a_daemon_that_has_read_no_heartbeat_yet_waits() -> None:
     assert decide(OTHER, watch=heartbeat.Watch()) == Wait(
-        "waiting for daemon north at 127.0.0.1:7461 (its heartbeat was not read yet)"
+        "waiting for daemon north at 127.0.0.1:7461 (its heartbeat was not read yet)", stands_by=True
     )
 
 
@@ -83,7 +83,7 @@ def test_an_owner_without_a_heartbeat_is_waited_for_as_long_as_a_silent_one() ->
     for now_s in (0.0, 3.0, 6.0, 9.0):
         watch.observe(None, now_s=now_s)
         decisions.append(decide(OTHER, watch=watch, now_s=now_s))
-    assert decisions[2] == Wait("waiting for daemon north at 127.0.0.1:7461 (no heartbeat for 6 s)")
+    assert decisions[2] == Wait("waiting for daemon north at 127.0.0.1:7461 (no heartbeat for 6 s)", stands_by=True)
     assert isinstance(decisions[3], ClaimNow)
 
 

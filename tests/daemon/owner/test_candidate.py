@@ -37,7 +37,10 @@ class Standing:
         self.reasons: list[str] = []
         self.lost: list[BaseException] = []
         self.candidate = Candidate(
-            daemon.environment, waiting=self.reasons.append, log_lost=self.lost.append, company_s=lambda: 0.0
+            daemon.environment,
+            waiting=lambda wait: self.reasons.append(wait.reason),
+            log_lost=self.lost.append,
+            company_s=lambda: 0.0,
         )
         self.candidate.configure(SHARDS, daemon.environment.open_logs(LogForm.OBJECTS), former)
 

@@ -85,7 +85,7 @@ class Fixture:
         )
 
     def stand_by(self) -> asyncio.Task[standby.Claimable]:
-        return asyncio.create_task(self.standby.until_claimable(self.reasons.append))
+        return asyncio.create_task(self.standby.until_claimable(lambda wait: self.reasons.append(wait.reason)))
 
     def log_has_ended(self, log_id: str) -> bool:
         self.logs_looked_at.append(log_id)
@@ -200,7 +200,7 @@ async def test_of_two_candidates_one_goes_first(south: Fixture) -> None:
         south.beat(daemon_id)
 
     async def claimed_at_s(candidate: standby.Standby) -> float:
-        await candidate.until_claimable(lambda reason: None)
+        await candidate.until_claimable(lambda wait: None)
         return south.clock.now_s
 
     await south.clock.advance(30.0)

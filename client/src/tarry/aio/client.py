@@ -33,8 +33,9 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
     """A client of one daemon or of the daemons behind one gRPC target.
 
     For one event loop; an asynchronous context manager. Nothing is sent before the first call.
-    - `target` is the host:port of a daemon, or any gRPC target. The client follows the owner that a daemon names, also
-      for calls without a topic, such as `topics`. A port above 65535 raises InvalidArgument.
+    - `target` is the host:port of a daemon, or any gRPC target; without a port it is 7461. The client follows the owner
+      that a daemon names, also for calls without a topic, such as `topics`. A URL, or an invalid port, raises
+      InvalidArgument.
     - `timeout_s` (seconds) bounds a call including its retries, unless the call has its own. Every request is
       idempotent. UNAVAILABLE, ABORTED and UNKNOWN are retried with jittered back-off, RESOURCE_EXHAUSTED after the time
       that the daemon names, and a call to a daemon that is not the owner goes to the owner. After the timeout,
@@ -67,6 +68,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         token_file: credentials.File | None = None,
         waiting: Callable[[str], None] = credentials.unsaid,
     ) -> None:
+        target = credentials.check_target(target)
         shows = credentials.Credentials(tls, token=token, token_file=token_file)
         shows.shown_to(target)
         self._connections = connections.Connections(shows, client_id=client_id, waiting=waiting)

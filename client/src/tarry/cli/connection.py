@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import socket
 import sys
 import threading
@@ -49,7 +50,7 @@ _SHARED = (
         "--address",
         default=credentials.DEFAULT_TARGET,
         show_default=True,
-        help="host:port of a daemon, or unix: and the path of its socket.",
+        help="Host of a daemon, or host:port (7461 if left out), or unix: and the path of its socket.",
     ),
     _from_environment(
         "--tls",
@@ -131,19 +132,25 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
         said = {name: _wherever_given(name, given.pop(name)) for name in shared if name is not None}
         address, timeout_s, as_json = (said.pop(name) for name in ("address", "timeout_s", "as_json"))
         with output.failures(address):
-            credentials.check_target(address, name="--address")
-            with (
-                client.Client(
-                    address,
-                    timeout_s=timeout_s,
-                    waiting=lambda why: output.note(f"waiting: {why}"),
-                    **_credentials(**said),
-                ) as opened,
-                _told_when_nothing_listens(address),
-            ):
-                command(connected=opened, as_json=as_json, **given)
+            address = credentials.check_target(address, name=_name_of_address(address))
+        with (
+            output.failures(address),
+            client.Client(
+                address,
+                timeout_s=timeout_s,
+                waiting=lambda why: output.note(f"waiting: {why}"),
+                **_credentials(**said),
+            ) as opened,
+            _told_when_nothing_listens(address),
+        ):
+            command(connected=opened, as_json=as_json, **given)
 
     return run
+
+
+def _name_of_address(address: str) -> str:
+    """Return where the address comes from, the option or its variable."""
+    return "TARRY_ADDRESS" if address == os.environ.get("TARRY_ADDRESS") else "--address"
 
 
 def _credentials(

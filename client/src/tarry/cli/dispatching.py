@@ -250,7 +250,7 @@ def _position_options(command: Callable[..., None]) -> Callable[..., None]:
             "--at",
             "--deliver-at",
             "deliver_at_ms",
-            type=rows.Moment(),
+            type=rows.Moment(any_number=True),
             help='The time of the delivery: `tarry receive` prints it after "due".',
         ),
         click.option("--entries", type=rows.EntryRange(), metavar="N or FIRST-LAST", help="Entries, both included."),
@@ -270,7 +270,7 @@ def _given(
     source: str | None,
     *,
     timed: bool,
-) -> Iterator[tuple[Iterator[columns.Positions], int | None]]:
+) -> Iterator[tuple[Iterator[tuple[columns.Positions, rows.Written]], int | None]]:
     """Yield the positions that the options name, in requests, and their number if it is known.
 
     With `timed`, each position must have a time.
@@ -333,8 +333,9 @@ def ack(
         _given(ledger, entries, deliver_at_ms, batch_index, redelivery_count, source, timed=True) as (parts, total),
         output.progress(f"acknowledging {topic}", total=total, quiet=as_json) as shown,
     ):
-        for positions in parts:
-            ignored.add(positions, connected.ack(topic, subscription, positions))
+        for positions, written in parts:
+            with written.named_in_refusals():
+                ignored.add(positions, connected.ack(topic, subscription, positions))
             given += positions.rows
             shown.advance(positions.rows)
     if as_json:
@@ -442,8 +443,9 @@ def nack(
         _given(ledger, entries, deliver_at_ms, batch_index, redelivery_count, source, timed=False) as (parts, total),
         output.progress(f"negatively acknowledging {topic}", total=total, quiet=as_json) as shown,
     ):
-        for positions in parts:
-            answer = send(topic, subscription, positions)
+        for positions, written in parts:
+            with written.named_in_refusals():
+                answer = send(topic, subscription, positions)
             ignored.add(positions, answer.ignored)
             answers.append(answer)
             given += positions.rows

@@ -42,7 +42,8 @@ START_OR_NAME_ANOTHER = (
 """Advice if nothing answers"""
 
 # gRPC reports the cause of a failed connection only in its text.
-_OF_TLS = {
+_WHEN_REFUSED = {
+    (errors.OTHER_PROTOCOL,): "Correct --address or TARRY_ADDRESS.",
     ("CERTIFICATE_VERIFY_FAILED",): "Pass the certificate of the daemon's authority with --tls-ca.",
     ("Hostname Verification",): "Its certificate is for another name: use that as --address, or --tls-server-name.",
     ("WRONG_VERSION_NUMBER",): "The port has no TLS: leave out the --tls options, or use the daemon's TLS port.",
@@ -363,7 +364,7 @@ def _explain(error: errors.TarryError, address: str) -> tuple[str, int]:
 def _when_away(error: errors.Unavailable) -> str:
     if error.retry_after_ms is not None:
         return f"Try again in {error.retry_after_ms / 1000:g} s, or give a longer --timeout."
-    for words, what_next in _OF_TLS.items():
+    for words, what_next in _WHEN_REFUSED.items():
         if any(each in error.message for each in words):
             return what_next
     return f"{START_OR_NAME_ANOTHER[0].upper()}{START_OR_NAME_ANOTHER[1:]}."

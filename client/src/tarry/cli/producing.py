@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
+import numpy as np
 
-from tarry import errors, reasons, results
+from tarry import errors, reasons, results, times
 from tarry.cli import connection, output, rows
 from tarry.threads import add_stream, client
 
 _WHY = {
     "DELAY_TOO_LONG": "it is further ahead than the largest delay",
     "TIME_IN_SECONDS": "its time is in seconds; give Unix time in ms",
+    "NO_TIME_IN_MS": "its time is no Unix time in ms",
     "DELAY_LEVEL": "there is no such delay level",
 }
 # Timeout of a call that serves only a note (seconds)
@@ -183,6 +185,8 @@ def _add_all(
         for each in rows.readable(batches):
             if counts.failed.is_set():
                 break
+            if on_invalid is reasons.OnInvalid.REFUSE:
+                each.check_times()
             _add_batch(stream, each, already_due, on_invalid, counts, shown)
     return counts, round(time.monotonic() - begun_s, 3)
 
@@ -208,6 +212,16 @@ class _Counts:
         """Return the number of the batch that is sent now."""
         return next(self._batches)
 
+    def refuse(self, number: int, batch: rows.RowBatch, no_times: dict[int, int]) -> None:
+        """Count rows that are not sent, because the daemon would deliver some of them at once."""
+        with self._lock:
+            self.rows += len(no_times)
+            self.refused += len(no_times)
+            self._refused_rows[number] = [
+                _refused_row(batch, row, "TIME_IN_SECONDS" if at_ms >= times.SECONDS_MIN else "NO_TIME_IN_MS")
+                for row, at_ms in no_times.items()
+            ]
+
     def count(self, number: int, batch: rows.RowBatch, answer: results.AddResult) -> None:
         with self._lock:
             self.rows += len(batch)
@@ -218,7 +232,9 @@ class _Counts:
             self.raised += len(answer.raised_index)
             self.refused += answer.refused
             if answer.refused:
-                self._refused_rows[number] = [_refused_row(batch, *each) for each in answer.refused.items()]
+                self._refused_rows.setdefault(number, []).extend(
+                    _refused_row(batch, row, _name_of(reason)) for row, reason in answer.refused.items()
+                )
 
     def values(self) -> dict[str, int]:
         names = ("rows", "accepted", "duplicates", "late_on_arrival", "returned", "raised", "refused")
@@ -226,15 +242,22 @@ class _Counts:
 
     def refused_rows(self) -> list[dict[str, Any]]:
         """Return the refused rows in the order in which they were given."""
-        return [row for number in sorted(self._refused_rows) for row in self._refused_rows[number]]
+        return [
+            row
+            for number in sorted(self._refused_rows)
+            for row in sorted(self._refused_rows[number], key=lambda row: row.get("line", 0))
+        ]
 
 
-def _refused_row(batch: rows.RowBatch, row: int, reason: reasons.RefusedReason | int) -> dict[str, Any]:
+def _name_of(reason: reasons.RefusedReason | int) -> str:
+    return reason.name if isinstance(reason, reasons.RefusedReason) else f"reason {reason}"
+
+
+def _refused_row(batch: rows.RowBatch, row: int, reason: str) -> dict[str, Any]:
     # A single ledger applies to all entries.
     ledger_id = int(batch.ledger_id[row if len(batch.ledger_id) > 1 else 0])
-    shown: dict[str, Any] = {} if batch.lines is None else {"line": int(batch.lines[row])}
-    name = reason.name if isinstance(reason, reasons.RefusedReason) else f"reason {reason}"
-    return {**shown, "ledger_id": ledger_id, "entry_id": int(batch.entry_id[row]), "reason": name}
+    shown: dict[str, Any] = {} if batch.written.lines is None else {"line": int(batch.written.lines[row])}
+    return {**shown, "ledger_id": ledger_id, "entry_id": int(batch.entry_id[row]), "reason": reason}
 
 
 def _add_batch(
@@ -245,6 +268,13 @@ def _add_batch(
     counts: _Counts,
     shown: output.Progress,
 ) -> None:
+    number = counts.sent()
+    if no_times := each.no_times():
+        counts.refuse(number, each, no_times)
+        each = each.take(np.setdiff1d(np.arange(len(each)), list(no_times)))
+        shown.advance(len(no_times))
+        if not len(each):
+            return
     answer = stream.add(
         each.ledger_id,
         each.entry_id,
@@ -255,11 +285,12 @@ def _add_batch(
         already_due=already_due,
         on_invalid=on_invalid,
     )
-    number = counts.sent()
 
     def answered(done: Any) -> None:
-        if done.exception() is not None:
+        if (failure := done.exception()) is not None:
             # Leaving the stream raises the failure.
+            if isinstance(failure, errors.TarryError):
+                each.written.name_in(failure)
             counts.failed.set()
             return
         counts.count(number, each, done.result())

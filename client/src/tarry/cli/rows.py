@@ -5,9 +5,9 @@ Reads ranges of entries and ledgers, durations, times and consumers as people wr
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
-import datetime
 import fractions
 import itertools
 import json
@@ -15,14 +15,14 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import IO, TypeVar
 
 import click
 import numpy as np
 from numpy.typing import NDArray
 
-from tarry import columns, hashing, key_shared, policies
+from tarry import columns, errors, hashing, key_shared, policies, times
 
 U64_MAX = 2**64 - 1
 
@@ -33,16 +33,47 @@ _COLUMNS = ("ledger", "entry", "deliver_at_ms", "key")
 _POSITION_FIELDS = ("ledger_id", "entry_id", "deliver_at_ms", "batch_index", "redelivery_count")
 _BATCH_INDEX_MAX = 2**16 - 1
 REDELIVERY_COUNT_MAX = 2**32 - 2
+# A field of a request and the index of its row, as refusals name them
+_FIELD_OF_ROW = re.compile(r"\b([a-z_]+)\[([0-9]+)\]")
+# The options of fields, also beside a file, and without one
+_BESIDE_FILE: Mapping[str, str] = {"delay_ms": "--in", "delay_level": "--level"}
+_WITHOUT_FILE: Mapping[str, str] = {**_BESIDE_FILE, "deliver_at_ms": "--at", "entry_id": "--entries"}
+# For `tarry nack`
+_DELAY: Mapping[str, str] = {"delay_ms": "--delay"}
 # Limits of a position's last two fields
 _MOST = (_BATCH_INDEX_MAX, REDELIVERY_COUNT_MAX)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RowBatch:
-    """Columns for `AddStream.add`; exactly one of the times and the level is set.
+class Written:
+    """The places where the rows of a request are written: options, and for other fields lines of the file `name`."""
 
-    `lines` are the line numbers of a file.
-    """
+    options: Mapping[str, str] = dataclasses.field(default_factory=lambda: _WITHOUT_FILE)
+    name: str = ""
+    lines: NDArray[np.int64] | None = None
+
+    def place(self, row: int, field: str) -> str:
+        """Return where a field of a row is written."""
+        of_line = field if self.lines is None else f"{self.name}, line {self.lines[row]}: {field}"
+        return self.options.get(field, of_line)
+
+    @contextlib.contextmanager
+    def named_in_refusals(self) -> Iterator[None]:
+        """Raise refusals with the places instead of the request's fields and indexes."""
+        try:
+            yield
+        except errors.TarryError as error:
+            self.name_in(error)
+            raise
+
+    def name_in(self, error: errors.TarryError) -> None:
+        """Put the place of each `field[row]` into the message of a refusal."""
+        error.message = _FIELD_OF_ROW.sub(lambda found: self.place(int(found[2]), found[1]), error.message)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowBatch:
+    """Columns for `AddStream.add`; exactly one of the times and the level is set."""
 
     ledger_id: NDArray[np.uint64]
     entry_id: NDArray[np.uint64]
@@ -50,10 +81,34 @@ class RowBatch:
     delay_ms: NDArray[np.uint64] | None
     key_hash: NDArray[np.uint32] | None
     delay_level: int | None = None
-    lines: NDArray[np.int64] | None = None
+    written: Written = Written()
 
     def __len__(self) -> int:
         return len(self.entry_id)
+
+    def take(self, kept: NDArray[np.int64]) -> RowBatch:
+        """Return some rows of a file, by index."""
+        return RowBatch(
+            self.ledger_id[kept],
+            self.entry_id[kept],
+            None if self.deliver_at_ms is None else self.deliver_at_ms[kept],
+            None,
+            None if self.key_hash is None else self.key_hash[kept],
+            written=dataclasses.replace(
+                self.written, lines=None if self.written.lines is None else self.written.lines[kept]
+            ),
+        )
+
+    def no_times(self) -> dict[int, int]:
+        """Return the numbers that are no times (`times.fault_of`), by row."""
+        at_ms = [] if self.deliver_at_ms is None else self.deliver_at_ms.tolist()
+        return {row: each for row, each in enumerate(at_ms) if times.fault_of(each) is not None}
+
+    def check_times(self) -> None:
+        """Raise click.UsageError, which names the line, if a number of the file is no time."""
+        for row, at_ms in self.no_times().items():
+            place = self.written.place(row, "deliver_at_ms")
+            raise click.UsageError(f"{place} is {at_ms}, which {times.fault_of(at_ms)}")
 
 
 class Duration(click.ParamType[int]):
@@ -80,15 +135,16 @@ class Moment(click.ParamType[int]):
 
     name = "time"
 
-    def __init__(self, *, past: bool = False) -> None:
-        """Accept times such as `-1h`, that long ago, if `past` is True."""
+    def __init__(self, *, past: bool = False, any_number: bool = False) -> None:
+        """Accept times such as `-1h`, that long ago, if `past` is True, and any number if `any_number` is True."""
         self._past = past
+        self._any_number = any_number
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
         text = str(value).strip()
-        if text.isascii() and text.isdigit():
+        if self._any_number and re.fullmatch("[0-9]{1,20}", text) and int(text) <= U64_MAX:
             return int(text)
         if text == "now":
             return _now_ms()
@@ -97,15 +153,15 @@ class Moment(click.ParamType[int]):
         if self._past and text.startswith("-"):
             return max(0, _now_ms() - Duration().convert(text[1:], param, ctx))
         try:
-            at = datetime.datetime.fromisoformat(text).astimezone()
-        except (ValueError, OverflowError):
+            moment_ms = times.parse(text, local=True)
+        except times.NoTime as error:
+            self.fail(f"{text!r} {error}", param, ctx)
+        except ValueError:
             self.fail(
                 f"{text!r} is not a time; write for example now, +1h30m, 2030-01-31T12:00:00Z or 1896091200000",
                 param,
                 ctx,
             )
-        epoch = datetime.datetime.fromtimestamp(0, tz=datetime.UTC)
-        moment_ms = (at - epoch) // datetime.timedelta(milliseconds=1)
         if moment_ms < 0:
             self.fail(f"{text!r} is before 1970", param, ctx)
         return moment_ms
@@ -204,10 +260,10 @@ def from_csv(lines: Iterable[str], *, name: str, batch_rows: int, timed: bool = 
             keys.append((row[where["key"]] if where["key"] < len(row) else "") or None)
         places.append(reader.line_num)
         if len(numbers[0]) == batch_rows:
-            yield _batch(numbers, keys, places)
+            yield _batch(numbers, keys, places, name)
             numbers, keys, places = [[] for _ in numbered], [], []
     if numbers[0]:
-        yield _batch(numbers, keys, places)
+        yield _batch(numbers, keys, places, name)
 
 
 def from_file(lines: Iterable[str], *, name: str, batch_rows: int) -> Iterator[RowBatch]:
@@ -228,13 +284,13 @@ def from_file(lines: Iterable[str], *, name: str, batch_rows: int) -> Iterator[R
 
 def _from_json(lines: Iterable[str], *, name: str, batch_rows: int) -> Iterator[RowBatch]:
     fields = ("ledger_id", "entry_id", "deliver_at_ms", "key_hash")
-    named = ((line, f"{name}, line {number}") for number, line in enumerate(lines, 1) if line.strip())
-    while several := list(itertools.islice(named, batch_rows)):
-        positions = [_position(line, place, fields, optional=fields[2:]) for line, place in several]
+    numbered = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+    while several := list(itertools.islice(numbered, batch_rows)):
+        positions = [_position(line, f"{name}, line {number}", fields, optional=fields[2:]) for number, line in several]
         ledger_id, entry_id, deliver_at_ms, key_hash = zip(*positions, strict=True)
         if None in deliver_at_ms and any(at_ms is not None for at_ms in deliver_at_ms):
-            _, place = several[deliver_at_ms.index(None)]
-            raise click.UsageError(f"{place}: deliver_at_ms is missing, and other lines have it")
+            number, _ = several[deliver_at_ms.index(None)]
+            raise click.UsageError(f"{name}, line {number}: deliver_at_ms is missing, and other lines have it")
         if any(each is not None and each >= 2**32 for each in key_hash):
             raise click.UsageError(f"{name}: a key_hash is above {2**32 - 1}")
         hashes = np.array([each or 0 for each in key_hash], dtype=np.uint32)
@@ -244,6 +300,7 @@ def _from_json(lines: Iterable[str], *, name: str, batch_rows: int) -> Iterator[
             None if None in deliver_at_ms else np.array(deliver_at_ms, dtype=np.uint64),
             None,
             hashes if hashes.any() else None,
+            written=Written(_BESIDE_FILE, name, np.array([number for number, _ in several], dtype=np.int64)),
         )
 
 
@@ -254,11 +311,11 @@ def _number(row: list[str], index: int, column: str, place: str) -> int:
     raise click.UsageError(f"{place}: {column} is {text!r}; it must be an integer from 0 to {U64_MAX}")
 
 
-def _batch(numbers: list[list[int]], keys: list[str | None], places: list[int]) -> RowBatch:
-    ledger_id, entry_id, *times = (np.array(column, dtype=np.uint64) for column in numbers)
+def _batch(numbers: list[list[int]], keys: list[str | None], places: list[int], name: str) -> RowBatch:
+    ledger_id, entry_id, *at_ms = (np.array(column, dtype=np.uint64) for column in numbers)
     key_hash = hashing.key_hash(keys) if any(key is not None for key in keys) else None
-    lines = np.array(places, dtype=np.int64)
-    return RowBatch(ledger_id, entry_id, times[0] if times else None, None, key_hash, lines=lines)
+    written = Written(_BESIDE_FILE, name, np.array(places, dtype=np.int64))
+    return RowBatch(ledger_id, entry_id, at_ms[0] if at_ms else None, None, key_hash, written=written)
 
 
 T = TypeVar("T")
@@ -295,17 +352,18 @@ def positions_from_options(
     batch_index: int | None,
     redelivery_count: int | None,
     batch_rows: int,
-) -> Iterator[columns.Positions]:
+) -> Iterator[tuple[columns.Positions, Written]]:
     """Yield consecutive entries of one ledger delivered with one time; with a batch index, one message of each."""
     for batch in from_options(
         ledger, entries, deliver_at_ms=deliver_at_ms, delay_ms=None, key=None, batch_rows=batch_rows
     ):
-        yield columns.positions(ledger, batch.entry_id, deliver_at_ms, batch_index, redelivery_count)
+        positions = columns.positions(ledger, batch.entry_id, deliver_at_ms, batch_index, redelivery_count)
+        yield positions, Written({**_WITHOUT_FILE, **_DELAY})
 
 
 def positions_from_json(
     lines: Iterable[str], *, name: str, batch_rows: int, timed: bool = True
-) -> Iterator[columns.Positions]:
+) -> Iterator[tuple[columns.Positions, Written]]:
     """Yield positions from JSON lines with ledger_id, entry_id and deliver_at_ms.
 
     batch_index and redelivery_count are optional, other names are ignored. If one position of a request has no count,
@@ -314,18 +372,23 @@ def positions_from_json(
     """
     optional = ("batch_index", "redelivery_count", *(() if timed else ("deliver_at_ms",)))
     positions: list[list[int | None]] = []
+    places: list[int] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             place = f"{name}, line {number}"
+            places.append(number)
             positions.append(_position(line, place, _POSITION_FIELDS, optional=optional))
             for field, value, most in zip(("batch_index", "redelivery_count"), positions[-1][3:], _MOST, strict=True):
                 if (value or 0) > most:
                     raise click.UsageError(f"{place}: {field} is {value}; it is at most {most}")
         if len(positions) == batch_rows:
-            yield _position_columns(positions)
-            positions = []
+            yield (
+                _position_columns(positions),
+                Written({**_BESIDE_FILE, **_DELAY}, name, np.array(places, dtype=np.int64)),
+            )
+            positions, places = [], []
     if positions:
-        yield _position_columns(positions)
+        yield _position_columns(positions), Written({**_BESIDE_FILE, **_DELAY}, name, np.array(places, dtype=np.int64))
 
 
 def _position(line: str, place: str, fields: Sequence[str], *, optional: Sequence[str] = ()) -> list[int | None]:

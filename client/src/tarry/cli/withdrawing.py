@@ -185,7 +185,8 @@ def cancel(
     """
 
     def request(each: rows.RowBatch, account: _Account) -> None:
-        answer = connected.cancel(topic, each.ledger_id, each.entry_id, subscription=subscription)
+        with each.written.named_in_refusals():
+            answer = connected.cancel(topic, each.ledger_id, each.entry_id, subscription=subscription)
         account.count(each, answer.cancelled, answer)
 
     with _given(ledger, entries, source) as (given, total):
@@ -236,14 +237,20 @@ def reschedule(
         if delay_ms is not None:
             return {"delay_ms": delay_ms}
         at_ms = each.deliver_at_ms if deliver_at_ms is None else deliver_at_ms
+        if deliver_at_ms is None:
+            each.check_times()
         if at_ms is None:
             raise click.UsageError(f"{source} has no deliver_at_ms: add it, or give --in or --at")
         return {"deliver_at_ms": at_ms}
 
     def request(each: rows.RowBatch, account: _Account) -> None:
-        answer = connected.reschedule(
-            topic, each.ledger_id, each.entry_id, **times(each), key_hash=each.key_hash, subscription=subscription
-        )
+        written = each.written
+        if deliver_at_ms is not None:
+            written = dataclasses.replace(written, options={**written.options, "deliver_at_ms": "--at"})
+        with written.named_in_refusals():
+            answer = connected.reschedule(
+                topic, each.ledger_id, each.entry_id, **times(each), key_hash=each.key_hash, subscription=subscription
+            )
         account.count(each, answer.rescheduled, answer)
         account.raised += len(answer.raised_index)
 
