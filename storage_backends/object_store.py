@@ -117,6 +117,17 @@ class ListedObject:
     modified_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The bucket of a server that holds the objects of a store.
+
+    `endpoint` is the URL of the server, without user, password and query.
+    """
+
+    endpoint: str
+    name: str
+
+
 class ObjectStore(ABC):
     """A store of objects by key.
 
@@ -162,6 +173,11 @@ class ObjectStore(ABC):
     @property
     def folder(self) -> str | None:
         """The folder that holds all objects, or None if the store is no local directory."""
+        return None
+
+    @property
+    def bucket(self) -> Bucket | None:
+        """The bucket that holds all objects, or None if the store is on no server."""
         return None
 
     @abstractmethod

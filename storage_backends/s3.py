@@ -19,6 +19,7 @@ import email.utils
 import random
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from storage_backends import object_store
 from storage_backends.object_store import (
     NO_METADATA,
     AlreadyExists,
+    Bucket,
     Damaged,
     ListedObject,
     NotFound,
@@ -205,6 +207,12 @@ class S3Store(ObjectStore):
         self._clock: Final = _ClockReader(wall_clock)
         for client in (self._conditional, self._data):
             self._clock.read_answers_of(client)
+
+    @property
+    def bucket(self) -> Bucket:
+        # The URL that requests go to: the environment or a profile may name it, too.
+        url = urllib.parse.urlsplit(self._conditional.meta.endpoint_url)
+        return Bucket(f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}", self._bucket)
 
     def clock_skew_s(self) -> float | None:
         return self._clock.read.skew_s()

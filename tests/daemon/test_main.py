@@ -203,7 +203,7 @@ OPENING = """
 import os, signal, sys
 from daemon import command, main
 
-command._probe = lambda store: os.kill(os.getpid(), signal.{number}) or sys.exit(9)
+command.StoreProbe = lambda store, **_: os.kill(os.getpid(), signal.{number}) or sys.exit(9)
 """
 
 

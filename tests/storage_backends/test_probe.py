@@ -17,7 +17,7 @@ from storage_backends.object_store import (
     StoreRefused,
     StoreUnavailable,
 )
-from storage_backends.probe import RACERS, ROUNDS, probe
+from storage_backends.probe import RACERS, probe
 from tests._support.fault_store import Fault, FaultStore, Script
 
 
@@ -121,7 +121,7 @@ class DeletesNothing(MemoryStore):
 )
 def test_a_store_that_breaks_a_promise_is_refused_by_name(store: MemoryStore, reason: str) -> None:
     with pytest.raises(StoreRefused, match=reason) as refused:
-        probe(store, "probe/one")
+        probe(store, "probe/one", races=5)
     assert refused.value.key.startswith("probe/one")
 
 
@@ -130,7 +130,7 @@ def test_a_store_that_breaks_a_promise_is_refused_by_name(store: MemoryStore, re
 )
 def test_a_refused_store_is_left_clean(store: MemoryStore) -> None:
     with pytest.raises(StoreRefused):
-        probe(store, "probe/one")
+        probe(store, "probe/one", races=5)
     assert list(store.list("")) == []
 
 
@@ -138,7 +138,7 @@ def test_a_prefix_that_is_in_use_is_refused() -> None:
     store = MemoryStore()
     store.put("probe/one/once", b"somebody's")
     with pytest.raises(StoreRefused, match="the prefix is not free"):
-        probe(store, "probe/one")
+        probe(store, "probe/one", races=5)
 
 
 def test_a_lost_answer_is_no_broken_promise() -> None:
@@ -146,7 +146,7 @@ def test_a_lost_answer_is_no_broken_promise() -> None:
     script.plan("put_if_absent", Fault.FAIL_AFTER, times=2)
     script.plan("put_if_absent", Fault.FAIL_AFTER, key_part="race-1", times=RACERS)
     store = FaultStore(MemoryStore(), script)
-    probe(store, "probe/one")
+    probe(store, "probe/one", races=5)
     assert script.unmet() == 0
     assert list(store.list("")) == []
 
@@ -155,11 +155,11 @@ def test_a_store_that_is_away_is_not_called_broken() -> None:
     store = FaultStore(MemoryStore())
     store.go_down()
     with pytest.raises(StoreUnavailable):
-        probe(store, "probe/one")
+        probe(store, "probe/one", races=5)
 
 
 def test_the_race_is_run_as_often_as_it_is_said() -> None:
     store = FaultStore(MemoryStore())
-    probe(store, "probe/one")
+    probe(store, "probe/one", races=5)
     raced = [call for call in store.calls if call.operation == "put_if_absent" and "race" in call.key]
-    assert len(raced) == RACERS * ROUNDS == 40
+    assert len(raced) == RACERS * 5 == 40
