@@ -303,8 +303,12 @@ class _Probe:
             created = self._create(key, racer)
             if created is True:
                 return key
-            # A store may answer so while no writer has won; and a repeated request is answered so after it has won.
-            absent += created is False and self._is_absent(key)
+            if created is False and self._is_absent(key):
+                # A store may answer so while no writer has won.
+                absent += 1
+                self._last_failure = "an absent object is said to exist"
+            elif created is False:
+                self._last_failure = "an object of its own is said to exist already: its request was repeated"
         if absent == TRIES_MAX:
             raise BrokenPromise(f"{self._prefix}/{name}", "put_if_absent says that an absent object exists")
         raise NotJudged(f"{self._prefix}/{name}", f"none of {TRIES_MAX} writes succeeded: {self._last_failure}")
