@@ -147,6 +147,16 @@ class ObjectStore(ABC):
         caller decides by `head` and its own metadata.
         """
 
+    def race_put_if_absent(
+        self, key: str, body: bytes, *, metadata: Mapping[str, str], at_the_line: Callable[[], None]
+    ) -> None:
+        """Do what `put_if_absent` does, and call `at_the_line` when nothing is left to do but to send the request.
+
+        Writers that wait for each other there send at the same moment. It is not called if the write fails before that.
+        """
+        at_the_line()
+        self.put_if_absent(key, body, metadata=metadata)
+
     @abstractmethod
     def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
         """Return the whole body and the metadata. Raises `NotFound`, `Damaged`."""

@@ -281,8 +281,18 @@ class _Probe:
         """Let all racers write at the same moment; return the outcome of each, as `_create` does."""
 
         def write(racer: str) -> bool | None:
-            self._barrier.wait()
-            return self._create(key_of(racer), racer)
+            waited = False
+
+            def wait_for_the_others() -> None:
+                nonlocal waited
+                waited = True
+                self._barrier.wait()
+
+            try:
+                return self._create(key_of(racer), racer, wait_for_the_others)
+            finally:
+                if not waited:
+                    self._barrier.wait()
 
         running = {racer: threads.submit(write, racer) for racer in map(str, range(RACERS))}
         return {racer: future.result() for racer, future in running.items()}
@@ -313,10 +323,12 @@ class _Probe:
             raise BrokenPromise(f"{self._prefix}/{name}", "put_if_absent says that an absent object exists")
         raise NotJudged(f"{self._prefix}/{name}", f"none of {TRIES_MAX} writes succeeded: {self._last_failure}")
 
-    def _create(self, key: str, racer: str) -> bool | None:
+    def _create(self, key: str, racer: str, at_the_line: Callable[[], None] = lambda: None) -> bool | None:
         """Return whether `put_if_absent` won, or None if that is not known."""
         try:
-            self._store.put_if_absent(key, _body_of(racer), metadata={_METADATA_KEY: racer})
+            self._store.race_put_if_absent(
+                key, _body_of(racer), metadata={_METADATA_KEY: racer}, at_the_line=at_the_line
+            )
         except AlreadyExists:
             return False
         except (OutcomeUnknown, StoreUnavailable) as error:

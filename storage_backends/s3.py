@@ -204,6 +204,9 @@ class S3Store(ObjectStore):
         # Reads must not wait for the connections that make decisions durable.
         self._conditional: Final = _client(session, settings)
         self._data: Final = _client(session, settings)
+        # What a thread that races does before it sends
+        self._at_the_line = threading.local()
+        self._conditional.meta.events.register("before-send.s3", self._wait_at_the_line)
         self._clock: Final = _ClockReader(wall_clock)
         for client in (self._conditional, self._data):
             self._clock.read_answers_of(client)
@@ -236,6 +239,20 @@ class S3Store(ObjectStore):
             )
         except (botocore_errors.ClientError, botocore_errors.BotoCoreError, *_TRANSPORT) as error:
             _raise_for_conditional(key, error)
+
+    def race_put_if_absent(
+        self, key: str, body: bytes, *, metadata: Mapping[str, str], at_the_line: Callable[[], None]
+    ) -> None:
+        self._at_the_line.wait = at_the_line
+        try:
+            self.put_if_absent(key, body, metadata=metadata)
+        finally:
+            del self._at_the_line.wait
+
+    def _wait_at_the_line(self, **_: object) -> None:
+        wait: Callable[[], None] | None = getattr(self._at_the_line, "wait", None)
+        if wait is not None:
+            wait()
 
     def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
         check_key(key)

@@ -4,8 +4,9 @@ Owns: the server, and settings that reach it.
 Does not own: faults (`lost_answer_proxy`, `fault_store`).
 
 moto checks a condition and then writes without a lock, so that several threads in it let several writers win. Here one
-request at a time is in moto. Connections have a thread each, or an idle one would keep all others waiting; a body is
-read before its request is let in, or a client that stops half-way (SIGSTOP) would.
+request at a time is in moto, except in a server that shows what comes of that. Connections have a thread each, or an
+idle one would keep all others waiting; a body is read before its request is let in, or a client that stops half-way
+(SIGSTOP) would.
 
 `python -m tests._support.moto_server --port 0 --bucket NAME` prints one line of JSON when it serves,
 `{"endpoint_url": ..., "bucket": ..., "pid": ...}`, and serves until SIGTERM or SIGINT, or, with `--until-stdin-closes`,
@@ -40,11 +41,18 @@ SECRET_ACCESS_KEY: Final = "testing-secret"
 
 
 class MotoServer:
-    """The server; it listens when it is made, and serves from `start` to `stop`."""
+    """The server; it listens when it is made, and serves from `start` to `stop`.
 
-    def __init__(self, port: int = 0) -> None:
+    Without `atomic` it checks first and writes later.
+    """
+
+    def __init__(self, port: int = 0, *, atomic: bool = True) -> None:
         self._server = make_server(
-            "127.0.0.1", port, _OneAtATime(_moto()), threaded=True, request_handler=_QuietHandler
+            "127.0.0.1",
+            port,
+            _OneAtATime(_moto()) if atomic else _moto(),
+            threaded=True,
+            request_handler=_QuietHandler,
         )
         self._thread = threading.Thread(target=self._server.serve_forever, name="moto", daemon=True)
         self.endpoint_url: Final = f"http://127.0.0.1:{self._server.server_port}"
@@ -73,9 +81,9 @@ class MotoServer:
 
 
 @contextmanager
-def moto_server(port: int = 0) -> Iterator[MotoServer]:
+def moto_server(port: int = 0, *, atomic: bool = True) -> Iterator[MotoServer]:
     """A server that serves while the block runs."""
-    server = MotoServer(port)
+    server = MotoServer(port, atomic=atomic)
     server.start()
     try:
         yield server
