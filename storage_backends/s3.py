@@ -204,7 +204,7 @@ class S3Store(ObjectStore):
         # Reads must not wait for the connections that make decisions durable.
         self._conditional: Final = _client(session, settings)
         self._data: Final = _client(session, settings)
-        # What a thread that races does before it sends
+        # Each racing thread has its own `wait`.
         self._at_the_line = threading.local()
         self._conditional.meta.events.register("before-send.s3", self._wait_at_the_line)
         self._clock: Final = _ClockReader(wall_clock)
