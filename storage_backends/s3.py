@@ -243,14 +243,15 @@ class S3Store(ObjectStore):
     def race_put_if_absent(
         self, key: str, body: bytes, *, metadata: Mapping[str, str], at_the_line: Callable[[], None]
     ) -> None:
-        self._at_the_line.wait = at_the_line
+        vars(self._at_the_line)["wait"] = at_the_line
         try:
             self.put_if_absent(key, body, metadata=metadata)
         finally:
-            del self._at_the_line.wait
+            vars(self._at_the_line).clear()
 
     def _wait_at_the_line(self, **_: object) -> None:
-        wait: Callable[[], None] | None = getattr(self._at_the_line, "wait", None)
+        # A request that is redirected is sent again, and waits no second time.
+        wait: Callable[[], None] | None = vars(self._at_the_line).pop("wait", None)
         if wait is not None:
             wait()
 
