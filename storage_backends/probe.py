@@ -6,8 +6,8 @@ races of eight writers, so `probe` races until the chance that it has hidden in 
 
 Only answers accuse. A write whose answer is missing may have landed, may land later, or never does; a write that
 something on the way repeated is answered that its object exists, though it has won. Neither says anything about the
-store: what such a write took part in is tried again with another key. If too little is answered, the store is not
-judged. No key is written by two requests of which one may come late, except by conditional ones.
+store: a trial with such a write is repeated with another key. If too little is answered, the store is not judged. No
+put follows a request that could come late and undo it.
 
 The trials need nothing but a store, and leave nothing behind. `remember` stores in the root that its bucket has passed.
 """
