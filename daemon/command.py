@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import os
 import sys
-import threading
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +24,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from daemon import auth, config, errors, logs, process_memory
 from daemon.audit_log import AuditLog
 from daemon.auth import Door
-from storage_backends import object_store, probe, store_opening
+from daemon.store_probe import StoreProbe
+from storage_backends import object_store, store_opening
 
 # Longest time that a thread which seals or reads segments keeps the interpreter; Python's default is 5 ms.
 SWITCH_INTERVAL_S = 0.001
@@ -62,13 +60,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
     logs.configure(level=settings.log.level, form=settings.log.format)
     process_memory.keep_little()
     try:
-        with contextlib.closing(audit_log), contextlib.closing(store_opening.open_store(settings.store)) as store:
-            probed = _probe(store)
+        with (
+            contextlib.closing(audit_log),
+            contextlib.closing(store_opening.open_store(settings.store)) as store,
+            StoreProbe(store, at_length=options.check) as store_probe,
+        ):
             if options.check:
-                probed.result()
+                store_probe.may_serve.result()
                 log.info("configuration and store are in order", extra={"store": settings.store.kind})
                 return 0
-            _serve(settings, store, options.ready_file, door, audit_log, probed)
+            _serve(settings, store, options.ready_file, door, audit_log, store_probe)
     except (errors.TarryError, object_store.StoreError, OSError) as error:
         log.error("cannot serve: %s", error, extra={"kind": type(error).__name__})
         return EXIT_CANNOT_SERVE
@@ -213,36 +214,18 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _probe(store: object_store.ObjectStore) -> concurrent.futures.Future[None]:
-    """Probe the store in a thread; the future ends when the store keeps its promises, or with what it breaks."""
-    probed: concurrent.futures.Future[None] = concurrent.futures.Future()
-
-    def work() -> None:
-        # From here on the future cannot be cancelled.
-        probed.set_running_or_notify_cancel()
-        try:
-            probe.probe(store, f"probe/{uuid.uuid4().hex}")
-        except BaseException as error:  # noqa: BLE001 - it belongs to who asks for the result
-            probed.set_exception(error)
-        else:
-            probed.set_result(None)
-
-    threading.Thread(target=work, name="probe", daemon=True).start()
-    return probed
-
-
 def _serve(
     settings: config.Config,
     store: object_store.ObjectStore,
     ready_file: Path | None,
     door: Door,
     audit_log: AuditLog,
-    probed: concurrent.futures.Future[None],
+    store_probe: StoreProbe,
 ) -> None:
     from daemon import process
 
     try:
-        asyncio.run(process.serve(settings, store, ready_file, door=door, audit_log=audit_log, probed=probed))
+        asyncio.run(process.serve(settings, store, ready_file, door=door, audit_log=audit_log, store_probe=store_probe))
     except process.NotDrained as error:
         for left in error.left:
             log.error("not finished: %s", left)

@@ -545,6 +545,9 @@ class Metrics:
         self._store_clock_skew = gauge(
             "tarry_store_clock_skew_seconds", "Clock of the object store minus clock of this machine; 0 when unknown."
         )
+        self._store_probed = gauge(
+            "tarry_store_probed", "1 once the store has passed the probe of this start, 0 while it is being probed."
+        )
         self._recovery_seconds = histogram(
             "tarry_recovery_seconds",
             "Time from the beginning of serving until every topic is loaded or found damaged.",
@@ -754,6 +757,10 @@ class Metrics:
 
     def set_store_clock_skew(self, seconds: float) -> None:
         self._store_clock_skew.set(seconds)
+
+    def collect_store_probe_from(self, has_passed: Callable[[], bool]) -> None:
+        """Ask `has_passed` at each scrape."""
+        self._store_probed.set_function(has_passed)
 
     def recovered(self, *, seconds: float, rows_replayed: int) -> None:
         """Record how long after the start of serving every topic was loaded or found damaged (seconds)."""

@@ -38,6 +38,7 @@ from daemon.owner.engine import Engine
 from daemon.runtime import clocks, pools
 from daemon.runtime.clocks import SystemClock
 from daemon.runtime.environment import TAIL_REQUESTS_MAX, TAIL_WORK_MAX, Environment
+from daemon.store_probe import StoreProbe
 from storage_backends import local_directory, object_store, store_opening
 
 log = logging.getLogger(__name__)
@@ -66,16 +67,17 @@ async def serve(
     *,
     door: Door,
     audit_log: AuditLog,
-    probed: concurrent.futures.Future[None],
+    store_probe: StoreProbe,
 ) -> None:
     """Serve until SIGTERM or SIGINT, and then end cleanly.
 
-    `probed` ends when the store keeps its promises, or with what it breaks; nothing is served before. Raises
-    NotDrained, the errors of the start, and the error that ended a task of the engine.
+    Nothing is served before `store_probe` allows it, nor after it has seen the store break a promise. Raises
+    NotDrained, the errors of the start, and the error that ended a task of the engine or the probe.
     """
     signals = _Signals()
     daemon_metrics = metrics.Metrics(per_topic=settings.metrics.per_topic, per_topic_max=settings.metrics.per_topic_max)
     metrics.export_process(daemon_metrics.registry)
+    daemon_metrics.collect_store_probe_from(store_probe.has_passed)
     admission = Admission(door, audit_log, daemon_metrics.caller_refused)
     server = Server(settings, admission)
     settings = _with_own_names(settings, server.bind())
@@ -103,7 +105,7 @@ async def serve(
                 door.watch(changed=admission.identities_changed, refused=daemon_metrics.set_files_refused)
             ),
         )
-        await _run(engine, server, signals, probed)
+        await _run(engine, server, signals, store_probe)
         for task in watching:
             task.cancel()
     log.info("stopped")
@@ -124,26 +126,29 @@ class _Signals:
         self.asked.set()
 
 
-async def _run(engine: Engine, server: Server, signals: _Signals, probed: concurrent.futures.Future[None]) -> None:
-    """Start the engine, which may wait for its shards, and stop it when asked."""
-    starting = asyncio.create_task(_start(engine, probed))
+async def _run(engine: Engine, server: Server, signals: _Signals, store_probe: StoreProbe) -> None:
+    """Start the engine, which may wait for its shards, and stop it when asked or when the store breaks a promise."""
+    starting = asyncio.create_task(_start(engine, store_probe))
     asked = asyncio.create_task(signals.asked.wait())
+    broken = asyncio.wrap_future(store_probe.broken)
     try:
-        await asyncio.wait((starting, asked), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((starting, asked, broken), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            await asyncio.wait((asked, engine.failed), return_when=asyncio.FIRST_COMPLETED)
-        if engine.failed.done():
-            engine.failed.result()
+            await asyncio.wait((asked, broken, engine.failed), return_when=asyncio.FIRST_COMPLETED)
+        for failed in (broken, engine.failed):
+            if failed.done():
+                failed.result()
     finally:
+        broken.cancel()
         asked.cancel()
         starting.cancel()
         await asyncio.gather(asked, starting, return_exceptions=True)
         await _end(engine, server, signals)
 
 
-async def _start(engine: Engine, probed: concurrent.futures.Future[None]) -> None:
-    await asyncio.wrap_future(probed)
+async def _start(engine: Engine, store_probe: StoreProbe) -> None:
+    await asyncio.wrap_future(store_probe.may_serve)
     await engine.start()
 
 

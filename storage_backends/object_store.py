@@ -117,6 +117,17 @@ class ListedObject:
     modified_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The bucket of a server that holds the objects of a store.
+
+    `endpoint` is the URL of the server, without user, password and query.
+    """
+
+    endpoint: str
+    name: str
+
+
 class ObjectStore(ABC):
     """A store of objects by key.
 
@@ -135,6 +146,16 @@ class ObjectStore(ABC):
         It is sent once; nothing beneath this call repeats it. Raises `AlreadyExists`, or `OutcomeUnknown`: then the
         caller decides by `head` and its own metadata.
         """
+
+    def race_put_if_absent(
+        self, key: str, body: bytes, *, metadata: Mapping[str, str], at_the_line: Callable[[], None]
+    ) -> None:
+        """Do what `put_if_absent` does, and call `at_the_line` when nothing is left to do but to send the request.
+
+        Writers that wait for each other there send at the same moment. It is not called if the write fails before that.
+        """
+        at_the_line()
+        self.put_if_absent(key, body, metadata=metadata)
 
     @abstractmethod
     def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
@@ -162,6 +183,11 @@ class ObjectStore(ABC):
     @property
     def folder(self) -> str | None:
         """The folder that holds all objects, or None if the store is no local directory."""
+        return None
+
+    @property
+    def bucket(self) -> Bucket | None:
+        """The bucket that holds all objects, or None if the store is on no server."""
         return None
 
     @abstractmethod

@@ -19,6 +19,7 @@ import email.utils
 import random
 import threading
 import time
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from storage_backends import object_store
 from storage_backends.object_store import (
     NO_METADATA,
     AlreadyExists,
+    Bucket,
     Damaged,
     ListedObject,
     NotFound,
@@ -202,9 +204,18 @@ class S3Store(ObjectStore):
         # Reads must not wait for the connections that make decisions durable.
         self._conditional: Final = _client(session, settings)
         self._data: Final = _client(session, settings)
+        # Each racing thread has its own `wait`.
+        self._at_the_line = threading.local()
+        self._conditional.meta.events.register("before-send.s3", self._wait_at_the_line)
         self._clock: Final = _ClockReader(wall_clock)
         for client in (self._conditional, self._data):
             self._clock.read_answers_of(client)
+
+    @property
+    def bucket(self) -> Bucket:
+        # The URL that requests go to: the environment or a profile may name it, too.
+        url = urllib.parse.urlsplit(self._conditional.meta.endpoint_url)
+        return Bucket(f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}", self._bucket)
 
     def clock_skew_s(self) -> float | None:
         return self._clock.read.skew_s()
@@ -228,6 +239,21 @@ class S3Store(ObjectStore):
             )
         except (botocore_errors.ClientError, botocore_errors.BotoCoreError, *_TRANSPORT) as error:
             _raise_for_conditional(key, error)
+
+    def race_put_if_absent(
+        self, key: str, body: bytes, *, metadata: Mapping[str, str], at_the_line: Callable[[], None]
+    ) -> None:
+        vars(self._at_the_line)["wait"] = at_the_line
+        try:
+            self.put_if_absent(key, body, metadata=metadata)
+        finally:
+            vars(self._at_the_line).clear()
+
+    def _wait_at_the_line(self, **_: object) -> None:
+        # A request that is redirected is sent again, and waits no second time.
+        wait: Callable[[], None] | None = vars(self._at_the_line).pop("wait", None)
+        if wait is not None:
+            wait()
 
     def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
         check_key(key)

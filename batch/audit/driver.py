@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from batch.audit import division, log_audit, manifest_audit
+from batch.audit import division, log_audit, manifest_audit, reading
 from batch.audit.division import OBJECT_BYTES, Job, ListedShard
 from batch.audit.findings import Finding, Kind, Report, Severity, Tally
 from batch.audit.log_audit import AppliedTopic, LogRun, LogSeen, ReadLog, Suspicion
@@ -36,7 +36,7 @@ from batch.engine.engine_port import TaskEngine
 from batch.engine.job_settings import Settings
 from batch.engine.root import Root
 from storage_backends import log_reading, object_store
-from storage_backends.formats import names
+from storage_backends.formats import format_errors, manifest, names
 from storage_backends.formats.manifest import RootFormat, ShardManifest, TopicManifest
 from storage_backends.log_reading import Verdict
 from storage_backends.object_store import ObjectStore
@@ -337,7 +337,23 @@ class _Audit:
             _Wave(self, wave).run(records)
             records = []
         if not self._request.topics:
+            self._check_probe_pass()
             self.tally.add(LogPhase(self._root, self._tips, self._applied, self.do).run())
+
+    def _check_probe_pass(self) -> None:
+        """Check the pass of the probe, if there is one. Nothing but the length of a start depends on it."""
+        found = reading.read(self._root.store, names.PROBE_PASS_KEY)
+        finding = Finding(kind=Kind.DAMAGED, severity=Severity.WARNING, object=found.key, detail=found.damage)
+        if found.body is not None:
+            self.tally.saw("probe pass", len(found.body))
+            try:
+                reading.decoded(self._root.store, found, found.body, manifest.decode_probe_pass)
+            except format_errors.FormatError as error:
+                self.tally.find(dataclasses.replace(finding, detail=str(error), offset=error.offset))
+        elif found.damage:
+            self.tally.find(finding)
+        elif found.failure:
+            self.tally.find(dataclasses.replace(finding, kind=Kind.UNREADABLE, detail=found.failure))
 
     def _waves(self) -> Iterator[list[ListedShard]]:
         """Yield the shards, as many at once as the driver can know all keys of."""

@@ -20,6 +20,7 @@ from typing import TypeVar
 from storage_backends.object_store import (
     NO_METADATA,
     AlreadyExists,
+    Bucket,
     ListedObject,
     NotFound,
     ObjectInfo,
@@ -126,6 +127,10 @@ class CountedStore(ObjectStore):
     @property
     def folder(self) -> str | None:
         return self._inner.folder
+
+    @property
+    def bucket(self) -> Bucket | None:
+        return self._inner.bucket
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         with self._counting("get_range"):

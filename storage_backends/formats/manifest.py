@@ -1,8 +1,9 @@
 """Defines manifests as values, with their bytes: of the root (FORMAT), of a shard and of a topic.
 
-A topic manifest points to buckets, and to progress and properties, which are values here, too; so is a dead object. All
-are frozen mirrors of the messages of manifest.proto. Each decoder raises FormatError on damage and UnsupportedVersion
-on an unknown version. `commit` and the operations decide what may follow what; `names` has the keys.
+A topic manifest points to buckets, and to progress and properties, which are values here, too; so are a dead object and
+a pass of the probe. All are frozen mirrors of the messages of manifest.proto. Each decoder raises FormatError on damage
+and UnsupportedVersion on an unknown version. `commit` and the operations decide what may follow what; `names` has the
+keys.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ TOPIC_MAGIC = b"TyTM"
 PROGRESS_MAGIC = b"TyPG"
 PROPERTIES_MAGIC = b"TyPR"
 DEAD_OBJECT_MAGIC = b"TyDO"
+PROBE_PASS_MAGIC = b"TyPP"
 
 
 class LogForm(enum.IntEnum):
@@ -514,8 +516,21 @@ class DeadObject:
     given_up_ms: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ProbePass:
+    """A bucket of a server that passed the long probe of this version at `passed_ms`.
+
+    `endpoint` is the URL of the server, without user, password and query.
+    """
+
+    endpoint: str
+    bucket: str
+    probe_version: int
+    passed_ms: int
+
+
 _Part = TypeVar("_Part", LiveBucket, Tombstone)
-_Mirror = TypeVar("_Mirror", RootFormat, ShardManifest, TopicManifest, Progress, Properties, DeadObject)
+_Mirror = TypeVar("_Mirror", RootFormat, ShardManifest, TopicManifest, Progress, Properties, DeadObject, ProbePass)
 
 
 def encode_root_format(value: RootFormat) -> bytes:
@@ -597,6 +612,14 @@ def encode_dead_object(value: DeadObject) -> bytes:
 
 def decode_dead_object(data: bytes) -> DeadObject:
     return _decode(DeadObject, DEAD_OBJECT_MAGIC, manifest_pb2.DeadObject, "dead object", data)
+
+
+def encode_probe_pass(value: ProbePass) -> bytes:
+    return _encode(PROBE_PASS_MAGIC, manifest_pb2.ProbePass(), value)
+
+
+def decode_probe_pass(data: bytes) -> ProbePass:
+    return _decode(ProbePass, PROBE_PASS_MAGIC, manifest_pb2.ProbePass, "pass of the probe", data)
 
 
 def check_bytes(reference: ObjectReference, body: bytes, what: str) -> None:

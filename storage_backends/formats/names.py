@@ -14,6 +14,8 @@ A manifest refers to an object by its key. No code relies on the order of keys.
     dead_objects/<key>                                          an object that could not be deleted
     hints/merged/<ss>-<topic-id>                                a process that owns nothing may have merged there
     hints/merged-changed                                        changes after such hints
+    probe/passed                                                the server has passed the long probe
+    probe/<unique>/<trial>                                      of a probe that is running or was killed
 
 Numbers have 20 digits, shards at least 2. `base` is the manifest number an object was started from; `unique` (a ULID)
 makes its name its own.
@@ -35,6 +37,7 @@ LOGS_PREFIX = "logs/"
 _DEAD_OBJECTS_PREFIX = "dead_objects/"
 MERGE_HINTS_PREFIX = "hints/merged/"
 MERGE_HINTS_CHANGED_KEY = "hints/merged-changed"
+PROBE_PASS_KEY = "probe/passed"
 _TOPIC_ID_HASH_BYTES = 20
 _TOPIC_ID = re.compile(r"[a-z2-7]{32}")
 _MERGE_HINT = re.compile(rf"{MERGE_HINTS_PREFIX}(\d{{2,}})-({_TOPIC_ID.pattern})")
@@ -140,6 +143,11 @@ def dead_objects_prefix() -> str:
 def dead_object_key(object_name: str) -> str:
     """Return the key of the record that the object of that key was given up."""
     return f"{_DEAD_OBJECTS_PREFIX}{object_name}"
+
+
+def probe_prefix(unique: str) -> str:
+    """Return the key above the objects of one probe, without a slash at its end."""
+    return f"probe/{unique}"
 
 
 def merge_hint_key(shard: int, topic_id: str) -> str:

@@ -1,8 +1,8 @@
 """A proxy before an S3 server that loses answers.
 
 Fault model: a request may take effect while its answer is lost (the connection is closed without a byte, or stays
-silent); its body may be cut off in the middle; a request may be answered with an error before it takes effect. Nothing
-else: requests arrive as they were sent, other answers are whole.
+silent); its body may be cut off in the middle; a request may be answered with an error, or its connection reset, before
+it takes effect. Nothing else: requests arrive as they were sent, other answers are whole.
 
 Owns: the proxy, and which answer it loses. Does not own: what was the fault's effect; that is the test's to say.
 """
@@ -10,6 +10,8 @@ Owns: the proxy, and which answer it loses. Does not own: what was the fault's e
 from __future__ import annotations
 
 import http.client
+import socket
+import struct
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -30,6 +32,7 @@ class Loss(Enum):
     CLOSED = "the connection is closed without an answer"
     SILENT = "no answer comes, until the client gives up"
     CUT = "the connection is closed in the middle of the body"
+    RESET = "the connection is reset, and the request takes no effect"
 
 
 Fault: TypeAlias = Loss | int | None
@@ -55,7 +58,7 @@ class LostAnswerProxy:
     `otherwise`: the fault of each request for which none was planned; called in any thread, one at a time.
 
     `requests` counts what arrived by method, `conditional_puts` the conditional PUTs among it, `lost_answers` what
-    was forwarded and not answered. All may be read at any time.
+    was not answered. All may be read at any time.
     """
 
     def __init__(self, upstream_url: str, otherwise: Callable[[Asked], Fault] = no_fault) -> None:
@@ -105,8 +108,11 @@ class LostAnswerProxy:
         with self._lock:
             self.requests[handler.command] += 1
             self.conditional_puts += conditional
+            # A daemon's probe goes on beside serving: what is planned is meant for the daemon's own requests.
+            is_probe = "/probe/" in handler.path
             faults = self._faults[_CONDITIONAL_PUT if conditional else handler.command]
-            fault = faults.popleft() if faults else self._otherwise(Asked(handler.command, handler.path, conditional))
+            asked = Asked(handler.command, handler.path, conditional)
+            fault = faults.popleft() if faults and not is_probe else self._otherwise(asked)
             self.lost_answers += isinstance(fault, Loss)
             return fault
 
@@ -129,6 +135,10 @@ class LostAnswerProxy:
                 fault = proxy._next_fault(self)
                 if isinstance(fault, int):
                     self.answer(fault, {}, b"")
+                    return
+                if fault is Loss.RESET:
+                    self.close_connection = True
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                     return
                 status, headers, answer = _forward(self, self.upstream, body)
                 if fault is Loss.SILENT:

@@ -4,8 +4,9 @@ Owns: the server, and settings that reach it.
 Does not own: faults (`lost_answer_proxy`, `fault_store`).
 
 moto checks a condition and then writes without a lock, so that several threads in it let several writers win. Here one
-request at a time is in moto. Connections have a thread each, or an idle one would keep all others waiting; a body is
-read before its request is let in, or a client that stops half-way (SIGSTOP) would.
+request at a time is in moto, and a conditional write is one request unless it is meant to be two. Connections have a
+thread each, or an idle one would keep all others waiting; a body is read before its request is let in, or a client that
+stops half-way (SIGSTOP) would.
 
 `python -m tests._support.moto_server --port 0 --bucket NAME` prints one line of JSON when it serves,
 `{"endpoint_url": ..., "bucket": ..., "pid": ...}`, and serves until SIGTERM or SIGINT, or, with `--until-stdin-closes`,
@@ -21,7 +22,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,15 +39,22 @@ if TYPE_CHECKING:
 
 ACCESS_KEY_ID: Final = "testing"
 SECRET_ACCESS_KEY: Final = "testing-secret"
+WINDOW_S: Final = 0.05
+"""Time between the two requests of a server that checks first and writes later (seconds)"""
 
 
 class MotoServer:
-    """The server; it listens when it is made, and serves from `start` to `stop`."""
+    """The server; it listens when it is made, and serves from `start` to `stop`.
 
-    def __init__(self, port: int = 0) -> None:
-        self._server = make_server(
-            "127.0.0.1", port, _OneAtATime(_moto()), threaded=True, request_handler=_QuietHandler
-        )
+    `checks_first` chooses the paths whose conditional writes are two requests: a look whether the object exists, and
+    later a write without a condition.
+    """
+
+    def __init__(self, port: int = 0, *, checks_first: Callable[[str], bool] | None = None) -> None:
+        application: WSGIApplication = _OneAtATime(_moto())
+        if checks_first is not None:
+            application = _ChecksFirst(application, checks_first)
+        self._server = make_server("127.0.0.1", port, application, threaded=True, request_handler=_QuietHandler)
         self._thread = threading.Thread(target=self._server.serve_forever, name="moto", daemon=True)
         self.endpoint_url: Final = f"http://127.0.0.1:{self._server.server_port}"
         self._buckets: set[str] = set()
@@ -73,9 +82,9 @@ class MotoServer:
 
 
 @contextmanager
-def moto_server(port: int = 0) -> Iterator[MotoServer]:
-    """A server that serves while the block runs."""
-    server = MotoServer(port)
+def moto_server(port: int = 0, *, checks_first: Callable[[str], bool] | None = None) -> Iterator[MotoServer]:
+    """A server that serves while the block runs; `checks_first` as in `MotoServer`."""
+    server = MotoServer(port, checks_first=checks_first)
     server.start()
     try:
         yield server
@@ -121,6 +130,35 @@ class _OneAtATime:
             environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(int(length)))
         with self._lock:
             return list(self._application(environ, start_response))
+
+
+class _ChecksFirst:
+    """Makes two requests of a conditional write to a path that `chosen` chooses."""
+
+    def __init__(self, application: WSGIApplication, chosen: Callable[[str], bool]) -> None:
+        self._application = application
+        self._chosen = chosen
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if "HTTP_IF_NONE_MATCH" not in environ or not self._chosen(environ["PATH_INFO"]):
+            return self._application(environ, start_response)
+        del environ["HTTP_IF_NONE_MATCH"]
+        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        if self._exists(environ):
+            start_response("412 Precondition Failed", [("Content-Length", "0")])
+            return []
+        time.sleep(WINDOW_S)
+        return self._application(environ | {"wsgi.input": io.BytesIO(body)}, start_response)
+
+    def _exists(self, environ: WSGIEnvironment) -> bool:
+        statuses: list[str] = []
+
+        def keep(status: str, *_: object) -> Any:
+            statuses.append(status)
+
+        asked = environ | {"REQUEST_METHOD": "HEAD", "CONTENT_LENGTH": "0", "wsgi.input": io.BytesIO()}
+        list(self._application(asked, keep))
+        return statuses[-1].startswith("200")
 
 
 class _QuietHandler(WSGIRequestHandler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -150,6 +151,18 @@ def test_the_second_creation_loses_and_changes_nothing(open_store: OpenStore) ->
         with pytest.raises(AlreadyExists, match="slot"):
             store.put_if_absent("slot", b"other", metadata={"commitid": "2"})
     assert second.get_with_metadata("slot") == (b"first", {"commitid": "1"})
+
+
+def test_a_racer_calls_once_before_it_sends_and_then_creates_as_others_do(store: ObjectStore) -> None:
+    there: list[set[str]] = []
+    for _ in range(2):
+        with contextlib.suppress(AlreadyExists):
+            store.race_put_if_absent("a", b"x", metadata={"a": "b"}, at_the_line=lambda: there.append(_keys(store, "")))
+    assert there == [set(), {"a"}]
+    assert store.get_with_metadata("a") == (b"x", {"a": "b"})
+    with pytest.raises(AlreadyExists):
+        store.put_if_absent("a", b"y", metadata={})
+    assert len(there) == 2
 
 
 def test_of_concurrent_creations_exactly_one_wins(open_store: OpenStore) -> None:
@@ -318,9 +331,9 @@ def test_bad_metadata_is_refused(store: ObjectStore) -> None:
 
 def test_the_probe_passes_and_leaves_nothing_behind(store: ObjectStore) -> None:
     store.put("probe/other", b"")
-    probe(store, "probe/one")
+    probe(store, "probe/one", races=5)
     assert _keys(store, "") == {"probe/other"}
-    probe(store, "probe/one")
+    probe(store, "probe/one", races=5)
 
 
 def test_closing_may_be_repeated(open_store: OpenStore) -> None:

@@ -227,7 +227,7 @@ OPENING = """
 import os, signal, sys
 from daemon import command, main
 
-command._probe = lambda store: os.kill(os.getpid(), signal.{number}) or sys.exit(9)
+command.StoreProbe = lambda store, **_: os.kill(os.getpid(), signal.{number}) or sys.exit(9)
 """
 
 
@@ -253,4 +253,60 @@ def test_a_signal_before_anything_is_served_is_an_orderly_end(number: str, asks:
     )
     assert ended.returncode == 0, ended.stderr
     assert "stopped before anything was served" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+# A store on a server, as far as the probe knows, that lets every writer win the races behind the first: those that are
+# run beside serving wait for the root's FORMAT.
+BREAKING = """
+import sys, time
+from daemon import main, store_probe
+from storage_backends import probe, store_opening
+from storage_backends.local_directory import LocalDirectory
+from storage_backends.object_store import AlreadyExists, Bucket
+
+class Breaking(LocalDirectory):
+    bucket = Bucket("http://127.0.0.1:9000", "orders")
+    raced = set()
+
+    def put_if_absent(self, key, body, *, metadata):
+        is_later = "race-" in key and self.raced - {key}
+        if "race-" in key:
+            self.raced.add(key)
+        while is_later and "--check" not in sys.argv and not list(self.list("FORMAT")):
+            time.sleep(0.01)
+        try:
+            super().put_if_absent(key, body, metadata=metadata)
+        except AlreadyExists:
+            if not is_later:
+                raise
+            self.put(key, body, metadata=metadata)
+
+store_probe.BETWEEN_S = 0.0
+store_opening.open_store = lambda place: Breaking(place.path)
+with Breaking("tarry-data") as store:
+    probe.remember(store, store.bucket, now_ms=1)
+addresses = ["--set", "grpc.listen=127.0.0.1:0", "--set", "metrics.listen=127.0.0.1:0"]
+sys.exit(main.main(addresses + sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("check", [True, False], ids=["check", "beside serving"])
+def test_a_store_that_breaks_its_promise_ends_it_with_status_1_and_the_pass_is_gone(
+    check: bool, tmp_path: Path
+) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BREAKING, *(["--check"] if check else [])],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert "the store checks, and writes later" in ended.stderr
+    assert "use another store" in ended.stderr
+    assert ("this daemon ends, since its store cannot be trusted any longer" in ended.stderr) is not check
+    assert (tmp_path / "tarry-data" / "FORMAT").exists() is not check
+    assert not (tmp_path / "tarry-data" / "probe" / "passed").exists()
     assert "Traceback" not in ended.stderr

@@ -88,6 +88,7 @@ def used() -> metrics.Metrics:
     everything.clock_stepped("back")
     everything.quota_refused("t", "pending")
     everything.set_store_clock_skew(-0.5)
+    everything.collect_store_probe_from(lambda: True)
     everything.recovered(seconds=0.2, rows_replayed=100)
     everything.collected("orphan", objects=2, size_bytes=700)
     everything.collection_failed(failed=2, given_up=1)
@@ -133,6 +134,7 @@ def test_events_are_counted() -> None:
     assert sample("tarry_quota_refused_requests_total", {"topic": "t", "quota": "pending"}) == 1
     assert sample("tarry_clock_step_total", {"direction": "back"}) == 1
     assert sample("tarry_store_clock_skew_seconds") == -0.5
+    assert sample("tarry_store_probed") == 1
     assert sample("tarry_topics", {"state": "loading"}) == 2
     assert sample("tarry_shards_damaged", {}) == 1
     assert sample("tarry_epoch", {"shard": "3"}) == 7

@@ -678,9 +678,9 @@ class WithoutConditions(MemoryStore):
 
 
 def test_store_ignores_conditions() -> None:
-    probe(MemoryStore(), "probe/1")
+    probe(MemoryStore(), "probe/1", races=5)
     with pytest.raises(StoreRefused, match="ignores the condition"):
-        probe(WithoutConditions(), "probe/1")
+        probe(WithoutConditions(), "probe/1", races=5)
 
 
 async def test_store_out_of_reach(machines: EngineFixture) -> None:

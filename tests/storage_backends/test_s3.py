@@ -8,7 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from storage_backends.object_store import AlreadyExists, OutcomeUnknown, StoreError, StoreRefused, StoreUnavailable
+from storage_backends.object_store import (
+    AlreadyExists,
+    Bucket,
+    OutcomeUnknown,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+)
 from storage_backends.s3 import S3Settings, S3Store
 from tests._support.lost_answer_proxy import Loss, LostAnswerProxy, lost_answer_proxy
 from tests._support.moto_server import MotoServer, moto_server
@@ -96,6 +103,19 @@ def test_a_server_that_accepts_and_says_nothing_leaves_a_conditional_write_unkno
                 store.put_if_absent("slot", b"", metadata={})
             with pytest.raises(StoreUnavailable, match="ReadTimeoutError"):
                 store.head("slot")
+
+
+def test_a_bucket_is_named_by_the_server_that_is_asked_and_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for url, endpoint in (
+        ("http://user:secret@127.0.0.1:9000/s3?token=secret", "http://127.0.0.1:9000/s3"),
+        ("https://[::1]:9000", "https://[::1]:9000"),
+        (None, "https://s3.eu-central-1.amazonaws.com"),
+    ):
+        with S3Store(S3Settings(bucket="orders", endpoint_url=url, region="eu-central-1")) as store:
+            assert store.bucket == Bucket(endpoint, "orders")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9001")
+    with S3Store(S3Settings(bucket="orders")) as store:
+        assert store.bucket == Bucket("http://127.0.0.1:9001", "orders")
 
 
 def test_everything_but_conditional_writes_is_repeated(moto: MotoServer) -> None:

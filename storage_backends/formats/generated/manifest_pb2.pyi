@@ -1154,3 +1154,35 @@ class DeadObject(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeadObject: _TypeAlias = DeadObject  # noqa: Y015
+
+@_typing.final
+class ProbePass(_message.Message):
+    """The object probe/passed: a server of objects has passed the long probe."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    BUCKET_FIELD_NUMBER: _builtins.int
+    PROBE_VERSION_FIELD_NUMBER: _builtins.int
+    PASSED_MS_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """The URL of the server, without user, password and query."""
+    bucket: _builtins.str
+    probe_version: _builtins.int
+    """Of the probe: a pass of another one counts for nothing."""
+    passed_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        endpoint: _builtins.str | None = ...,
+        bucket: _builtins.str | None = ...,
+        probe_version: _builtins.int | None = ...,
+        passed_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "endpoint", b"endpoint", "passed_ms", b"passed_ms", "probe_version", b"probe_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket", b"bucket", "endpoint", b"endpoint", "passed_ms", b"passed_ms", "probe_version", b"probe_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbePass: _TypeAlias = ProbePass  # noqa: Y015

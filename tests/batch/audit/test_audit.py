@@ -11,12 +11,12 @@ from batch.audit import driver as audit
 from batch.audit import findings as audit_findings
 from batch.audit.findings import Kind, Severity
 from batch.engine.root import RootAbsent
-from storage_backends import topic_manifest
+from storage_backends import probe, topic_manifest
 from storage_backends.commit import COMMIT_ID
 from storage_backends.formats import log_slot_format, manifest, names, slot_format
 from storage_backends.formats.log_slot_format import Head
 from storage_backends.memory_store import MemoryStore
-from storage_backends.object_store import StoreUnavailable
+from storage_backends.object_store import Bucket, StoreUnavailable
 from tests._support.engine_fixture import EPOCH_MS
 from tests.batch.audit._support.audits import (
     BUCKETS,
@@ -334,6 +334,23 @@ def test_a_damaged_record_of_what_was_given_up_is_found(store: MemoryStore) -> N
     key = names.dead_object_key(unnamed_bucket(store))
     store.put(key, b"TyDOwhatever")
     assert kinds(audited(store)) == [(Kind.DAMAGED, key)]
+
+
+def test_the_pass_of_the_probe_is_known_and_its_damage_is_a_warning(store: MemoryStore) -> None:
+    probe.remember(store, Bucket("http://127.0.0.1:9000", "orders"), now_ms=EPOCH_MS)
+    after = audited(store)
+    assert findings(after) == []
+    assert after.tally.objects["probe pass"] == 1
+    store.put(names.PROBE_PASS_KEY, store.get(names.PROBE_PASS_KEY)[:-1] + b"x")
+    (found,) = findings(audited(store))
+    assert (found.kind, found.object, found.severity) == (Kind.DAMAGED, names.PROBE_PASS_KEY, Severity.WARNING)
+
+    def fail(read: str) -> None:
+        if read == names.PROBE_PASS_KEY:
+            raise StoreUnavailable(read, "out for lunch")
+
+    (found,) = findings(audited(store, before_read=fail))
+    assert (found.kind, found.object, found.severity) == (Kind.UNREADABLE, names.PROBE_PASS_KEY, Severity.WARNING)
 
 
 # ---- reading

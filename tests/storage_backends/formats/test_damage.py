@@ -191,6 +191,13 @@ OBJECTS: dict[str, Stored] = {
         manifest.decode_dead_object,
         "dead object",
     ),
+    "pass of the probe": Stored(
+        manifest.encode_probe_pass(
+            manifest.ProbePass(endpoint="http://s3", bucket="orders", probe_version=1, passed_ms=7)
+        ),
+        manifest.decode_probe_pass,
+        "pass of the probe",
+    ),
     "checkpoint": Stored(a_checkpoint(), checkpoint_format.decode_checkpoint, "checkpoint"),
 }
 every_object = pytest.mark.parametrize("name", OBJECTS)
@@ -291,7 +298,7 @@ def test_a_reader_of_ranges_learns_the_version_from_the_footer() -> None:
 
 # ---- bytes with the right checksum that say what makes no sense: what a mistake in a writer would look like
 
-FRAMED = ("FORMAT", "shard manifest", "topic manifest", "progress", "dead object", "checkpoint")
+FRAMED = ("FORMAT", "shard manifest", "topic manifest", "progress", "dead object", "pass of the probe", "checkpoint")
 SLOT_HEAD = struct.Struct("<4sHBBIQQIQ")
 
 

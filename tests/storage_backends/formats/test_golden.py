@@ -316,6 +316,10 @@ def golden_dead_object() -> manifest.DeadObject:
     return manifest.DeadObject(object="key", size_bytes=4, attempts=10, error="denied", given_up_ms=9)
 
 
+def golden_probe_pass() -> manifest.ProbePass:
+    return manifest.ProbePass(endpoint="http://127.0.0.1:9000", bucket="orders", probe_version=1, passed_ms=9)
+
+
 def golden_two_phase_deletion() -> manifest.TopicManifest:
     policy = manifest.TopicPolicy(two_phase_deletion_enabled=False)
     return dataclasses.replace(golden_limits(), policy=policy)
@@ -365,6 +369,7 @@ OBJECTS: dict[str, Callable[[], bytes]] = {
     "topic-manifest-limits-1.bin": lambda: manifest.encode_topic_manifest(golden_limits()),
     "topic-manifest-two-phase-deletion-1.bin": lambda: manifest.encode_topic_manifest(golden_two_phase_deletion()),
     "dead-object-1.bin": lambda: manifest.encode_dead_object(golden_dead_object()),
+    "probe-pass-1.bin": lambda: manifest.encode_probe_pass(golden_probe_pass()),
     "checkpoint-1.bin": golden_checkpoint,
     "checkpoint-own-rows-1.bin": golden_checkpoint_of_own_rows,
     "slot-deletions-1.bin": golden_slot_of_deletions,
@@ -481,6 +486,7 @@ def test_manifests_are_read() -> None:
     assert manifest.decode_progress(stored("progress-1.bin")) == golden_progress()
     assert manifest.decode_properties(stored("properties-1.bin")) == golden_properties()
     assert manifest.decode_dead_object(stored("dead-object-1.bin")) == golden_dead_object()
+    assert manifest.decode_probe_pass(stored("probe-pass-1.bin")) == golden_probe_pass()
 
 
 def test_a_checkpoint_of_version_1_is_read() -> None:

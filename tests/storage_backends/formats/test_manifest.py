@@ -249,6 +249,11 @@ def test_a_progress_object_comes_back_as_it_was(value: Progress) -> None:
     assert manifest.decode_progress(manifest.encode_progress(value)) == value
 
 
+@given(st.builds(manifest.ProbePass, endpoint=text, bucket=text, probe_version=u32, passed_ms=u64))
+def test_a_pass_of_the_probe_comes_back_as_it_was(value: manifest.ProbePass) -> None:
+    assert manifest.decode_probe_pass(manifest.encode_probe_pass(value)) == value
+
+
 @given(dead_objects)
 def test_a_dead_object_comes_back_as_it_was(value: manifest.DeadObject) -> None:
     assert manifest.decode_dead_object(manifest.encode_dead_object(value)) == value

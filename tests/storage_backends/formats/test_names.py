@@ -27,6 +27,9 @@ def test_the_layout_is_the_documented_one() -> None:
     assert names.dead_objects_prefix() == "dead_objects/"
     assert names.dead_object_key(f"{folder}buckets/{number}-01J") == f"dead_objects/{folder}buckets/{number}-01J"
 
+    assert names.PROBE_PASS_KEY == "probe/passed"
+    assert names.probe_prefix("01J") == "probe/01J"
+
 
 @given(numbers, numbers)
 def test_keys_sort_as_their_numbers(one: int, other: int) -> None:
