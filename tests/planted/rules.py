@@ -149,8 +149,8 @@ def the_next_slot_does_not_wait_for_the_last(patch: pytest.MonkeyPatch) -> None:
 def answers_do_not_wait_for_their_slot(patch: pytest.MonkeyPatch) -> None:
     append = ShardSlots._append
 
-    def answered(self: ShardSlots, records: Sequence[slot_format.Record]) -> Any:
-        slot = append(self, records)
+    def answered(self: ShardSlots, records: Sequence[slot_format.Record], effects: Any) -> Any:
+        slot = append(self, records, effects)
         if not slot.certain.done():
             slot.certain.set_result(0)
         return slot
