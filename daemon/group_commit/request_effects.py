@@ -1,8 +1,8 @@
 """Keeps the answer to a request true once something of it is decided.
 
 A refusal says that nothing has changed. That holds while a request has staged no decision, committed no manifest and
-changed nothing in memory that others see. From then on every failure of what it still awaits - a former owner, a
-confirmation, its next portion - leaves its outcome unknown, since what was staged may land, and may be durable already.
+changed nothing in memory that others see. From then on any failure leaves its outcome unknown, whether it awaits its
+next portion, a confirmation or the end of a former owner: what was staged may land, and may be durable already.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from storage_backends import commit
 class RequestEffects:
     """The effects of one request so far: none, or some that may last.
 
-    A context manager around all that the request does and awaits. Once `begin` was called, a TarryError leaves it as
-    OutcomeUnknown. `failed` is called with an InvariantViolated, in whose place OutcomeUnknown comes, too; without
-    `failed` it leaves as it is.
+    A context manager around all that the request does and awaits. Once `begin` was called, it raises OutcomeUnknown in
+    place of any TarryError. `failed` is called with an InvariantViolated first; without `failed` that leaves as it is.
     """
 
     def __init__(self, failed: Callable[[BaseException], None] | None = None, *, begun: bool = False) -> None:
