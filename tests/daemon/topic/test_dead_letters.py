@@ -13,6 +13,7 @@ from daemon.errors import (
     DelayTooLong,
     InvalidArgument,
     NotFound,
+    NotOwner,
     OutcomeUnknown,
     QuotaExceeded,
 )
@@ -145,9 +146,10 @@ async def test_an_owner_that_was_superseded_replays_and_purges_nothing(machines:
     await purge(two, with_ids(ids_of(await listed(two))[0]))
     replaying, purging = replay(one), purge(one)
     one.resume()
-    for call in (replaying, purging):
-        with pytest.raises(OutcomeUnknown):
-            await call
+    with pytest.raises(OutcomeUnknown):
+        await replaying
+    with pytest.raises(NotOwner):
+        await purging
     await asyncio.sleep(5)
     assert positions_of(await listed(two)) == [(1, 1), (1, 2), (1, 3), (1, 4)]
     assert (await counts(two)).backlog == 0
