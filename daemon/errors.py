@@ -96,7 +96,7 @@ class OutcomeUnknown(TarryError):
             return error
         owner_address = error.owner_address if isinstance(error, NotOwner) else ""
         return cls(
-            f"the request was decided, and may or may not take effect; a retry is safe: {error}",
+            f"the request may or may not have taken effect, whole or in part; a retry is safe: {error}",
             owner_address=owner_address,
         )
 
