@@ -18,6 +18,7 @@ from daemon.group_commit.daemon_log import Certain, CertainSlot, FrozenSlot, Log
 from daemon.group_commit.request_effects import RequestEffects
 from daemon.group_commit.shard_slots import ShardSlots
 from daemon.shard.shard import ServedShard
+from daemon.topic import topic_acks
 from daemon.topic.topic_acks import AckRequests
 from storage_backends import log_fence, object_store, topic_manifest
 from storage_backends.formats import log_slot_format, slot_format
@@ -164,6 +165,14 @@ def decided_requests_are_refused_when_what_they_wait_for_fails(patch: pytest.Mon
     patch.setattr(RequestEffects, "__exit__", lambda self, kind, error, trace: None)
 
 
+def acknowledgements_and_nacks_are_refused_when_what_they_wait_for_fails(patch: pytest.MonkeyPatch) -> None:
+    class Refusing(RequestEffects):
+        def __exit__(self, *_: object) -> None:
+            return
+
+    patch.setattr(topic_acks, "RequestEffects", Refusing)
+
+
 def staged_requests_are_refused_with_their_shard(patch: pytest.MonkeyPatch) -> None:
     """Their slot may be in flight, or durable."""
     end = ShardSlots.end
@@ -277,6 +286,12 @@ BUGS = (
         decided_requests_are_refused_when_what_they_wait_for_fails,
         paused(13.0, "put_if_absent", JOURNAL, before=False),
         seed=3,
+    ),
+    Bug(
+        "refusals",
+        acknowledgements_and_nacks_are_refused_when_what_they_wait_for_fails,
+        paused(13.0, "put_if_absent", JOURNAL, before=False),
+        seed=15,
     ),
     Bug(
         "refusals",
