@@ -4,6 +4,8 @@ Each gRPC status code has exactly one class beneath the kinds; `daemon.grpc_serv
 object store are in `storage_backends.object_store`; the layers above turn them into these.
 """
 
+from __future__ import annotations
+
 
 class TarryError(Exception):
     """A failure that a caller may see."""
@@ -78,7 +80,25 @@ class Unavailable(TarryError):
 
 
 class OutcomeUnknown(TarryError):
-    """A request that may or may not be durable. A retry is safe."""
+    """A request that may or may not be durable. A retry is safe.
+
+    `owner_address` is the host:port of the daemon to ask next, empty if unknown.
+    """
+
+    def __init__(self, message: str, *, owner_address: str = "") -> None:
+        super().__init__(message)
+        self.owner_address = owner_address
+
+    @classmethod
+    def after(cls, error: Exception) -> OutcomeUnknown:
+        """Return the answer to a request that had staged something, or changed anything else, when `error` came."""
+        if isinstance(error, cls):
+            return error
+        owner_address = error.owner_address if isinstance(error, NotOwner) else ""
+        return cls(
+            f"the request may or may not have taken effect, whole or in part; a retry is safe: {error}",
+            owner_address=owner_address,
+        )
 
 
 class Corruption(TarryError):

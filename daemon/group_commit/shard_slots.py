@@ -3,6 +3,9 @@
 It holds the decisions that no slot has yet, and those whose slot is in flight. `slot_sender` decides when a slot is
 written; the shard gives `applied`, which applies a slot that is certain. A topic that has ended stages nothing
 (`TopicSlots`).
+
+A decision that is staged may land, whatever comes after. Its slot therefore ends with a number or with OutcomeUnknown,
+and what a request awaits besides its slots stands inside its `RequestEffects`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Callable, Sequence
 
 from daemon.errors import OutcomeUnknown, QuotaExceeded, Unavailable
 from daemon.group_commit.confirmation import Confirmation
+from daemon.group_commit.request_effects import RequestEffects
 from daemon.group_commit.slot_sender import LandedSection, Section, SlotSender
 from daemon.runtime import backoff
 from storage_backends.formats import deletion_format
@@ -36,8 +40,8 @@ Applied = Callable[[LandedSection, Sequence[Record], Sequence[DeletionRecord]], 
 class _Slot:
     """A section that is being filled or is in flight.
 
-    `certain` and `applied` are set when it is durable and applied. Callers that wait for `certain` get an error if that
-    takes too long; `applied` ends only with the slot.
+    `certain` and `applied` are set when it is durable and applied. Both end with OutcomeUnknown if the shard ends
+    before; `certain` does so, too, if that takes too long.
     """
 
     builder: SlotBuilder
@@ -88,14 +92,20 @@ class ShardSlots:
                 retry_after_ms=BACK_PRESSURE_RETRY_MS,
             )
 
-    def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
+    def stage(
+        self,
+        *records: Record,
+        awaited: bool = True,
+        may_wait: bool = False,
+        effects: RequestEffects | None = None,
+    ) -> asyncio.Future[int]:
         """Stage decisions. Never cancel the future.
 
-        It ends with the number of their slot, once that is durable and applied. Decisions that are not `awaited` ride
-        with the next slot, or go within a second. With `may_wait` they may wait for company while the loop is busy;
-        only the answer is delayed.
+        It ends with the number of their slot, once that is durable and applied, or with OutcomeUnknown. Decisions that
+        are not `awaited` ride with the next slot, or go within a second. With `may_wait` they may wait for company
+        while the loop is busy; only the answer is delayed. A request that awaits more than the future has `effects`.
         """
-        slot = self._append(records)
+        slot = self._append(records, effects)
         if not awaited:
             asyncio.get_running_loop().call_later(UNAWAITED_S, self._sender.send)
         elif may_wait:
@@ -104,30 +114,37 @@ class ShardSlots:
             self._sender.send()
         return slot.certain
 
-    def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
+    def stage_together(
+        self, records: Sequence[Record], *, effects: RequestEffects | None = None
+    ) -> asyncio.Future[int]:
         """Stage decisions that share one slot. Never cancel the future.
 
         It ends as that of `stage`, but not if the slot takes long: until it ends, the decisions are in flight.
         """
-        slot = self._append(records)
+        slot = self._append(records, effects)
         self._sender.send()
         return slot.applied
 
-    def stage_deletions(self, record: DeletionRecord, *, patient: bool = False) -> asyncio.Future[int]:
+    def stage_deletions(
+        self, record: DeletionRecord, *, patient: bool = False, effects: RequestEffects | None = None
+    ) -> asyncio.Future[int]:
         """Stage a decision on the shard's deletions. Never cancel the future.
 
-        It ends with the number of the slot, once that is durable and applied. With `patient` it does not end if the
-        slot takes long.
+        It ends as that of `stage`. With `patient` it does not end if the slot takes long.
         """
         slot = self._slot_with_room(deletion_format.size_max(record))
         slot.builder.append_deletions(record)
+        if effects is not None:
+            effects.begin()
         self._sender.send()
         return slot.applied if patient else slot.certain
 
-    def _append(self, records: Sequence[Record]) -> _Slot:
+    def _append(self, records: Sequence[Record], effects: RequestEffects | None) -> _Slot:
         slot = self._slot_with_room(sum(map(size_max, records)))
         for record in records:
             slot.builder.append(record)
+        if effects is not None:
+            effects.begin()
         return slot
 
     def _slot_with_room(self, size_bytes: int) -> _Slot:
@@ -152,11 +169,11 @@ class ShardSlots:
             raise self._ended
         if self._slots:
             self._sender.send()
-            await asyncio.shield(self._slots[-1].certain)
+            await self._over(self._slots[-1].certain)
             return
         asked_s = self._clock()
         if self._on_its_way is not None:
-            await asyncio.shield(self._on_its_way.certain)
+            await self._over(self._on_its_way.certain)
         try:
             await asyncio.wait_for(self._confirmation.confirm_after(asked_s), STALL_ANSWER_S)
         except TimeoutError:
@@ -167,16 +184,25 @@ class ShardSlots:
         self._sender.send()
         slot = self._last
         if slot is not None:
-            await asyncio.shield(slot.certain)
+            await self._over(slot.certain)
 
     async def settled(self) -> None:
         """Wait until everything staged now is durable and applied, however long that takes."""
         self._sender.send()
         slot = self._last
         if slot is not None:
-            await asyncio.shield(slot.applied)
+            await self._over(slot.applied)
         if self._ended is not None:
             raise self._ended
+
+    async def _over(self, slot: asyncio.Future[int]) -> None:
+        """Wait for a slot on behalf of a caller that has nothing in it. Raises what ended the shard, if that did."""
+        try:
+            await asyncio.shield(slot)
+        except OutcomeUnknown:
+            if self._ended is not None:
+                raise self._ended from None
+            raise
 
     @property
     def _last(self) -> _Slot | None:
@@ -255,15 +281,16 @@ class ShardSlots:
         self._on_its_way = None
 
     def end(self, error: Exception) -> None:
-        """Stop staging; waiting callers get the error."""
+        """Stop staging; callers of what is staged get OutcomeUnknown, all others the error."""
         if self._ended is not None:
             return
         self._ended = error
         self._sender.leave(self)
+        unknown = OutcomeUnknown.after(error)
         for slot in self._all:
             for future in (slot.certain, slot.applied):
                 if not future.done():
-                    future.set_exception(error)
+                    future.set_exception(unknown)
         self._slots.clear()
         self._on_its_way = None
 
@@ -296,13 +323,21 @@ class TopicSlots:
         self._check()
         self._slots.check_accepting()
 
-    def stage(self, *records: Record, awaited: bool = True, may_wait: bool = False) -> asyncio.Future[int]:
+    def stage(
+        self,
+        *records: Record,
+        awaited: bool = True,
+        may_wait: bool = False,
+        effects: RequestEffects | None = None,
+    ) -> asyncio.Future[int]:
         self._check()
-        return self._slots.stage(*records, awaited=awaited, may_wait=may_wait)
+        return self._slots.stage(*records, awaited=awaited, may_wait=may_wait, effects=effects)
 
-    def stage_together(self, records: Sequence[Record]) -> asyncio.Future[int]:
+    def stage_together(
+        self, records: Sequence[Record], *, effects: RequestEffects | None = None
+    ) -> asyncio.Future[int]:
         self._check()
-        return self._slots.stage_together(records)
+        return self._slots.stage_together(records, effects=effects)
 
     async def confirmed(self) -> None:
         self._check()

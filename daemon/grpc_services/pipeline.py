@@ -74,7 +74,9 @@ class Pipeline:
 
         def finished(done: asyncio.Future[T]) -> None:
             if done.cancelled():
-                self._finish(size_bytes, answer, errors.Unavailable("the request was cancelled: the daemon stops"))
+                # It may have been decided.
+                cancelled = errors.OutcomeUnknown("the request was cancelled: the daemon stops; a retry is safe")
+                self._finish(size_bytes, answer, cancelled)
                 return
             error = done.exception()
             if error is None:

@@ -19,6 +19,7 @@ from daemon.core.deletions import deletion_checks
 from daemon.core.deletions.ledger_deletions import DeletionCounts, KindCount, ListedState, Recorded
 from daemon.core.deletions.ledger_deletions import DeletionQuery as ShardFilter
 from daemon.errors import InvalidArgument, QuotaExceeded
+from daemon.group_commit.request_effects import RequestEffects
 from daemon.ledger_deletion.deletion_values import (
     DeletionCount,
     DeletionFilter,
@@ -264,19 +265,21 @@ class DeletionRequests:
         Raise InvalidArgument for an empty filter.
         """
         retried = 0
-        for shard in self._shards_to_change(wanted, all):
-            async for ids in self._dead(shard, wanted):
-                decided = await shard.deletions.retry(RetryDeletes(self._environment.clock.now_ms(), ids))
-                retried += decided.retried
+        with RequestEffects() as effects:
+            for shard in self._shards_to_change(wanted, all):
+                async for ids in self._dead(shard, wanted):
+                    decided = await shard.deletions.retry(RetryDeletes(self._environment.clock.now_ms(), ids), effects)
+                    retried += decided.retried
         return retried
 
     async def purge_dead(self, wanted: DeletionFilter, *, all: bool) -> int:
         """Forget dead letters; return how many when that is durable. Raise InvalidArgument for an empty filter."""
         purged = 0
-        for shard in self._shards_to_change(wanted, all):
-            async for ids in self._dead(shard, wanted):
-                decided = await shard.deletions.purge(PurgeDeletes(ids))
-                purged += decided.purged
+        with RequestEffects() as effects:
+            for shard in self._shards_to_change(wanted, all):
+                async for ids in self._dead(shard, wanted):
+                    decided = await shard.deletions.purge(PurgeDeletes(ids), effects)
+                    purged += decided.purged
         return purged
 
     def _shards_to_change(self, wanted: DeletionFilter, all: bool) -> list[DeletingShard]:

@@ -32,6 +32,7 @@ from daemon.core.deletions.ledger_deletions import (
     Retried,
 )
 from daemon.errors import InvariantViolated, TarryError
+from daemon.group_commit.request_effects import RequestEffects
 from daemon.group_commit.shard_slots import ShardSlots
 from daemon.ledger_stores.ledger_store import Answer, DeletionFailed
 from daemon.runtime.environment import Environment
@@ -204,26 +205,27 @@ class ShardDeletions:
         left = len(record.deletes)
         self._deletes_to_come += left
         try:
-            for first in range(0, len(record.deletes), DELETES_A_DECISION):
-                portion = record.deletes[first : first + DELETES_A_DECISION]
-                decided = await self.decided_in_room(
-                    dataclasses.replace(record, deletes=portion), Recorded, cost=len(portion)
-                )
-                new += decided.new
-                already += tuple(first + place for place in decided.already)
-                self._deletes_to_come -= len(portion)
-                left -= len(portion)
+            with RequestEffects() as effects:
+                for first in range(0, len(record.deletes), DELETES_A_DECISION):
+                    portion = record.deletes[first : first + DELETES_A_DECISION]
+                    decided = await self.decided_in_room(
+                        dataclasses.replace(record, deletes=portion), Recorded, effects, cost=len(portion)
+                    )
+                    new += decided.new
+                    already += tuple(first + place for place in decided.already)
+                    self._deletes_to_come -= len(portion)
+                    left -= len(portion)
         finally:
             self._deletes_to_come -= left
         return Recorded(new, already)
 
-    async def retry(self, record: RetryDeletes) -> Retried:
+    async def retry(self, record: RetryDeletes, effects: RequestEffects) -> Retried:
         """Retry dead letters in one decision; return when it is durable. Raise as `record` does."""
-        return await self.decided_in_room(record, Retried, cost=len(record.deletion_id))
+        return await self.decided_in_room(record, Retried, effects, cost=len(record.deletion_id))
 
-    async def purge(self, record: PurgeDeletes) -> Purged:
+    async def purge(self, record: PurgeDeletes, effects: RequestEffects) -> Purged:
         """Forget dead letters in one decision; return when it is durable. Raise as `record` does."""
-        return await self.decided_in_room(record, Purged, cost=len(record.deletion_id))
+        return await self.decided_in_room(record, Purged, effects, cost=len(record.deletion_id))
 
     def apply(self, records: Sequence[DeletionRecord]) -> None:
         """Apply the decisions of a durable slot, and set the results that callers wait for."""
@@ -240,7 +242,7 @@ class ShardDeletions:
                 room.set_result(None)
             self._changed(self)
 
-    async def decided_in_room(self, record: DeletionRecord, kind: type[R], *, cost: int) -> R:
+    async def decided_in_room(self, record: DeletionRecord, kind: type[R], effects: RequestEffects, *, cost: int) -> R:
         """Decide in a slot that is applied in a moment and return the result.
 
         Raise the request's error if staging fails.
@@ -251,12 +253,20 @@ class ShardDeletions:
                 self._room = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._room], timeout=ROOM_S)
             self._shard.slots.check_accepting()
-        return await self._decided(record, kind, cost=cost)
+        return await self._decided(record, kind, effects, cost=cost)
 
-    async def _decided(self, record: DeletionRecord, kind: type[R], *, cost: int = 0, patient: bool = False) -> R:
-        """Stage a record and return its result once it is durable and applied."""
+    async def _decided(
+        self,
+        record: DeletionRecord,
+        kind: type[R],
+        effects: RequestEffects | None = None,
+        *,
+        cost: int = 0,
+        patient: bool = False,
+    ) -> R:
+        """Stage a record, of a request with these effects or of none; return its result once it is applied."""
         decision = _Decision(record, cost)
-        decision.slot = self._shard.slots.stage_deletions(record, patient=patient)
+        decision.slot = self._shard.slots.stage_deletions(record, patient=patient, effects=effects)
         self._staged.append(decision)
         self._staged_cost += cost
         await asyncio.shield(decision.slot)
@@ -292,16 +302,17 @@ class ShardDeletions:
         to_come = len(record.ledgers) if record.change is not InUseChange.FORGET else 0
         self._ledgers_to_come += to_come
         try:
-            if record.change is not InUseChange.REPLACE:
-                return await self._change_in_portions(record)
-            there = self.state.in_use.ledgers_of(record.topic, record.ledgers.ledger_type)
-            if max(there, len(record.ledgers)) <= self._ledgers_a_portion(record.change):
-                return await self._change_in_portions(record)
-            return await self._replace_in_use(record)
+            with RequestEffects() as effects:
+                if record.change is not InUseChange.REPLACE:
+                    return await self._change_in_portions(record, effects)
+                there = self.state.in_use.ledgers_of(record.topic, record.ledgers.ledger_type)
+                if max(there, len(record.ledgers)) <= self._ledgers_a_portion(record.change):
+                    return await self._change_in_portions(record, effects)
+                return await self._replace_in_use(record, effects)
         finally:
             self._ledgers_to_come -= to_come
 
-    async def _replace_in_use(self, record: ChangeInUse) -> InUseChanged:
+    async def _replace_in_use(self, record: ChangeInUse, effects: RequestEffects) -> InUseChanged:
         """Record what is in use, then forget what was in use at the beginning and is not named, then say that is all.
 
         What the record names is never out of use meanwhile; what it does not name may be so until it is answered.
@@ -311,12 +322,14 @@ class ShardDeletions:
         try:
             before = self.state.in_use.of(record.topic, ledgers.ledger_type)
             others = await self._environment.run(lambda: before.beside(ledgers))
-            recorded = await self._change_in_portions(dataclasses.replace(record, change=InUseChange.RECORD))
+            recorded = await self._change_in_portions(dataclasses.replace(record, change=InUseChange.RECORD), effects)
             forgotten = await self._change_in_portions(
-                dataclasses.replace(record, change=InUseChange.FORGET, ledgers=others)
+                dataclasses.replace(record, change=InUseChange.FORGET, ledgers=others), effects
             )
             nothing = rows_of(ledgers, slice(0))
-            await self._change_in_portions(dataclasses.replace(record, change=InUseChange.COMPLETE, ledgers=nothing))
+            await self._change_in_portions(
+                dataclasses.replace(record, change=InUseChange.COMPLETE, ledgers=nothing), effects
+            )
         finally:
             del self._replacing[record.topic]
             over.set_result(None)
@@ -324,7 +337,7 @@ class ShardDeletions:
             recorded.changed + forgotten.changed, recorded.being_deleted, recorded.revived + forgotten.revived
         )
 
-    async def _change_in_portions(self, record: ChangeInUse) -> InUseChanged:
+    async def _change_in_portions(self, record: ChangeInUse, effects: RequestEffects) -> InUseChanged:
         changed = revived = 0
         being_deleted: tuple[int, ...] = ()
         rows = self._ledgers_a_portion(record.change)
@@ -334,6 +347,7 @@ class ShardDeletions:
             decided = await self.decided_in_room(
                 dataclasses.replace(record, ledgers=portion),
                 InUseChanged,
+                effects,
                 cost=math.ceil(len(portion) / ledgers_a_delete),
             )
             changed, revived = changed + decided.changed, revived + decided.revived

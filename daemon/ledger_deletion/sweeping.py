@@ -41,6 +41,7 @@ from daemon.core.deletions.ledger_deletions import LedgerDeletions, Recorded
 from daemon.core.deletions.ledger_metadata import OffloadedName
 from daemon.core.deletions.orphans import Finding, ListedLedger, ListedPage, OrphanedLedger
 from daemon.errors import Conflict, Corruption, InvalidArgument, InvariantViolated, NotOwner, Unavailable
+from daemon.group_commit.request_effects import RequestEffects
 from daemon.ledger_deletion import shard_deletions
 from daemon.ledger_deletion.deletion_values import SweepProgress, SweepWish
 from daemon.ledger_deletion.shard_deletions import DeletingShard
@@ -205,8 +206,9 @@ class _Sweep:
                 unknown = counts.of_unknown_topics if self._wish.unknown_topics else garbage_rules.NOTHING
                 refused = self._guard.refusal(counts.orphaned + unknown, counts.listed)
             if not refused:
-                async for _ in self._record_all():
-                    yield self._progress()
+                with RequestEffects() as effects:
+                    async for _ in self._record_all(effects):
+                        yield self._progress()
         self._tell(refused)
         yield dataclasses.replace(self._progress(), done=True, refused=refused)
 
@@ -331,17 +333,17 @@ class _Sweep:
 
     # ---- recording what is orphaned
 
-    async def _record_all(self) -> AsyncIterator[None]:
+    async def _record_all(self, effects: RequestEffects) -> AsyncIterator[None]:
         batches = (
             (topic, found[start : start + deletion_checks.DELETES_MAX])
             for topic, found in self._wanted.items()
             for start in range(0, len(found), deletion_checks.DELETES_MAX)
         )
         while some := list(itertools.islice(batches, BATCHES_AT_ONCE)):
-            await _in_parallel((self._record_batch(topic, found) for topic, found in some), BATCHES_AT_ONCE)
+            await _in_parallel((self._record_batch(topic, found, effects) for topic, found in some), BATCHES_AT_ONCE)
             yield
 
-    async def _record_batch(self, topic: str, found: Sequence[OrphanedLedger]) -> None:
+    async def _record_batch(self, topic: str, found: Sequence[OrphanedLedger], effects: RequestEffects) -> None:
         """Record what is still unknown."""
         looked_up = self._looked_up(found, _name_of)
         deletes = [orphan.pending_delete async for orphan, finding in looked_up if finding is None]
@@ -352,6 +354,8 @@ class _Sweep:
             log.warning("sweep of object store %s: orphans of %s are not recorded: %s", self._wish.store, topic, error)
             recorded = None
         new = 0 if recorded is None else len(recorded.new)
+        if new:
+            effects.begin()
         self._tally.ledgers_recorded += new
         self._tally.ledgers_left += len(found) - new
 

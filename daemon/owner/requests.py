@@ -119,9 +119,10 @@ class Requests:
             if len(refused) == len(batch.entry_id):
                 return AddOutcome.nothing(refused)
             shard.pending.check(len(batch.entry_id) - len(refused))
-        served = await shard.topic_to_write(topic)
-        with served.failing(InvariantViolated):
-            return await served.adds.add(batch, None, caller)
+        with shard.effects_on(topic) as effects:
+            served = await shard.topic_to_write(topic, effects)
+            with served.failing(InvariantViolated):
+                return await served.adds.add(batch, None, caller)
 
     def add_at_once(self, topic: str, batch: AddBatch, caller: Caller) -> asyncio.Future[AddOutcome] | None:
         """Add positions to an existing topic. Returns None if the caller must use `add`.
@@ -338,9 +339,7 @@ class Requests:
         """Replace a topic's policy, and create the topic if it is new; return the policy in force."""
         self._check_topic(topic)
         topic_settings.check_topic_policy(policy)
-        shard = self._engine.shard_of(topic)
-        served = await shard.topic_to_write(topic)
-        return await shard.changes.set_policy(served, policy)
+        return await self._engine.shard_of(topic).changes.set_policy(topic, policy)
 
     async def topic_policy(self, topic: str) -> call_values.TopicPolicies:
         self._check_topic(topic)
@@ -360,8 +359,7 @@ class Requests:
         if await shard.topic(topic) is None:
             # Refused rows create no topic.
             topic_settings.levels_of(self._environment, table, delay_max_ms=self._limits.delay_max_ms)
-        served = await shard.topic_to_write(topic)
-        return await shard.changes.set_delay_levels(served, table)
+        return await shard.changes.set_delay_levels(topic, table)
 
     async def delay_levels(self, topic: str) -> call_values.TopicLevels:
         """Return the delay levels in force of a topic, or the daemon's if the name is empty. Raises NotFound."""

@@ -17,6 +17,7 @@ from daemon.core.quotas import PendingRows
 from daemon.errors import Corruption, NotOwner, OutcomeUnknown, Unavailable
 from daemon.group_commit.confirmation import Confirmation
 from daemon.group_commit.daemon_log import DaemonLog
+from daemon.group_commit.request_effects import RequestEffects
 from daemon.group_commit.shard_slots import STALL_ANSWER_S, ShardSlots, TopicSlots
 from daemon.group_commit.slot_sender import LandedSection
 from daemon.ledger_deletion.shard_deletions import ShardDeletions
@@ -434,7 +435,11 @@ class ServedShard:
         served = await self.topic(topic)
         return None if served is None else served.settings
 
-    async def topic_to_write(self, name: str) -> ServedTopic:
+    def effects_on(self, name: str) -> RequestEffects:
+        """Return the effects of a request on a topic, which fails with an invariant that is violated."""
+        return RequestEffects(functools.partial(self.begin_reload, name))
+
+    async def topic_to_write(self, name: str, effects: RequestEffects) -> ServedTopic:
         """Return the topic, created if it does not exist: its first manifest is committed before any slot names it."""
         topic = await self.topic(name)
         if topic is not None:
@@ -445,7 +450,8 @@ class ServedShard:
             birth = self._births[name] = asyncio.ensure_future(self._create_topic(name))
             birth.add_done_callback(functools.partial(self._birth_ended, name))
         try:
-            return await asyncio.wait_for(asyncio.shield(birth), STALL_ANSWER_S)
+            with effects.committing():
+                return await asyncio.wait_for(asyncio.shield(birth), STALL_ANSWER_S)
         except commit.Refused as refused:
             raise await self.superseded(refused) from refused
         except TimeoutError:

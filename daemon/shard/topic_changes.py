@@ -3,6 +3,9 @@
 A topic is trimmed, cleared, sealed, merged, given a policy or delay levels, or deleted; its subscriptions are created,
 updated and deleted. A change closes the topic's gate, so that every slot is either before it or after it; the manifest
 records at which slot. A trim closes the gate for each of its portions.
+
+Each change has its `RequestEffects` around all that it awaits, since it goes on in a task of the gate, in portions, and
+waits for former owners behind them.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from daemon.core.decisions.departures import Departure, LedgerRanges
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.delay_levels import DelayLevels
 from daemon.errors import AlreadyExists, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
+from daemon.group_commit.request_effects import RequestEffects
 from daemon.group_commit.shard_slots import ShardSlots
 from daemon.runtime import backoff
 from daemon.runtime.due_loop import FairShare
@@ -66,8 +70,12 @@ class ShardOfChanges(Protocol):
     @property
     def topics(self) -> Mapping[str, ServedTopic]: ...
 
-    async def topic_to_write(self, name: str) -> ServedTopic:
+    async def topic_to_write(self, name: str, effects: RequestEffects) -> ServedTopic:
         """Return the topic, created if it does not exist."""
+        ...
+
+    def effects_on(self, name: str) -> RequestEffects:
+        """Return the effects of a request on a topic, which fails with an invariant that is violated."""
         ...
 
     async def alone(self) -> None:
@@ -101,14 +109,15 @@ class TopicChanges:
         state = None if subscription is None else topic.subscription(subscription)
         portions = topic.core.trim(ranges, None if state is None else state.subscription_id, dead_letter=dead_letter)
         rows, more = 0, True
-        with contextlib.closing(portions):
-            while more and not (dead_letter and rows > _ENOUGH_DEAD_LETTERS):
-                dropped = await topic.gate.change(lambda: self._drop(topic, state, portions, dead_letter))
-                rows, more = rows + (dropped or 0), dropped is not None
-        # A former owner may deliver dropped rows.
-        await self._shard.alone()
-        if not rows:
-            await self._shard.slots.confirmed()
+        with self._shard.effects_on(topic.core.name) as effects:
+            with contextlib.closing(portions):
+                while more and not (dead_letter and rows > _ENOUGH_DEAD_LETTERS):
+                    dropped = await topic.gate.change(lambda: self._drop(topic, state, portions, dead_letter, effects))
+                    rows, more = rows + (dropped or 0), dropped is not None
+            # A former owner may deliver dropped rows.
+            await self._shard.alone()
+            if not rows:
+                await self._shard.slots.confirmed()
         return Trimmed(rows, dead_lettered=rows if dead_letter else 0, more=more)
 
     async def _drop(
@@ -117,6 +126,7 @@ class TopicChanges:
         state: SubscriptionState | None,
         portions: Iterator[Departure | None],
         dead_letter: bool,
+        effects: RequestEffects,
     ) -> int | None:
         """Drop the next portion; return how many rows, or None if there is none left."""
         if state is not None:
@@ -132,7 +142,7 @@ class TopicChanges:
                 slots = topic.core.dead_lettering.stage_trimmed(state, departure, now_ms=now_ms)
             for records in slots:
                 # Shielded, since other callers of the slot wait for it, too.
-                await asyncio.shield(self._shard.slots.stage_together(records))
+                await asyncio.shield(self._shard.slots.stage_together(records, effects=effects))
         metrics = self._environment.metrics
         if departure.rows:
             metrics.trimmed(topic.core.name, rows=departure.rows, of_subscription=state is not None)
@@ -173,30 +183,37 @@ class TopicChanges:
             await self._shard.slots.confirmed()
         return merged
 
-    async def set_policy(self, topic: ServedTopic, policy: TopicPolicy) -> TopicPolicy:
-        """Replace the policy; return the one in force."""
-        await topic.gate.change(lambda: self._set_policy(topic, policy), closed=False)
+    async def set_policy(self, name: str, policy: TopicPolicy) -> TopicPolicy:
+        """Replace the policy, and create the topic if it is new; return the policy in force."""
+        with self._shard.effects_on(name) as effects:
+            topic = await self._shard.topic_to_write(name, effects)
+            await topic.gate.change(lambda: self._set_policy(topic, policy, effects), closed=False)
         return topic.settings.effective
 
-    async def _set_policy(self, topic: ServedTopic, policy: TopicPolicy) -> None:
-        await self._commit(topic, lambda tip: SetPolicy(policy=policy, epoch=self._shard.epoch))
+    async def _set_policy(self, topic: ServedTopic, policy: TopicPolicy, effects: RequestEffects) -> None:
+        await self._commit(topic, lambda tip: SetPolicy(policy=policy, epoch=self._shard.epoch), effects)
         topic.settings = topic_settings.settings_of(self._environment, policy, topic.settings.delay_levels)
         topic.quotas.set_limits(topic.settings.quota_limits)
         await topic.quotas.counted()
         topic.changed()
         topic.buckets.after_slot(self._shard.applied_slot)
 
-    async def set_delay_levels(self, topic: ServedTopic, table: TopicDelayLevels | None) -> DelayLevels:
+    async def set_delay_levels(self, name: str, table: TopicDelayLevels | None) -> DelayLevels:
         """Replace the delay levels, with None by the daemon's; return those in force. Rows keep their times.
 
-        Raises InvalidArgument if the table is wrong, or exceeds the topic's limit on delays.
+        Creates the topic if it is new. Raises InvalidArgument if the table is wrong, or exceeds the topic's limit on
+        delays.
         """
-        topic_settings.levels_of(self._environment, table, delay_max_ms=topic.settings.request_limits.delay_max_ms)
-        await topic.gate.change(lambda: self._set_delay_levels(topic, table), closed=False)
+        with self._shard.effects_on(name) as effects:
+            topic = await self._shard.topic_to_write(name, effects)
+            topic_settings.levels_of(self._environment, table, delay_max_ms=topic.settings.request_limits.delay_max_ms)
+            await topic.gate.change(lambda: self._set_delay_levels(topic, table, effects), closed=False)
         return topic.settings.levels
 
-    async def _set_delay_levels(self, topic: ServedTopic, table: TopicDelayLevels | None) -> None:
-        await self._commit(topic, lambda tip: SetDelayLevels(levels=table, epoch=self._shard.epoch))
+    async def _set_delay_levels(
+        self, topic: ServedTopic, table: TopicDelayLevels | None, effects: RequestEffects
+    ) -> None:
+        await self._commit(topic, lambda tip: SetDelayLevels(levels=table, epoch=self._shard.epoch), effects)
         topic.settings = topic_settings.settings_of(self._environment, topic.settings.policy, table)
 
     async def delete(self, topic: ServedTopic) -> TopicDeleted:
@@ -204,11 +221,12 @@ class TopicChanges:
 
         Waiting callers may create it again.
         """
-        deleted = await topic.gate.change(lambda: self._delete(topic))
-        await self._shard.alone()
+        with self._shard.effects_on(topic.core.name) as effects:
+            deleted = await topic.gate.change(lambda: self._delete(topic, effects))
+            await self._shard.alone()
         return deleted
 
-    async def _delete(self, topic: ServedTopic) -> TopicDeleted:
+    async def _delete(self, topic: ServedTopic, effects: RequestEffects) -> TopicDeleted:
         core, shard = topic.core, self._shard
         buckets = topic.buckets
         with topic.withholding(core.subscriptions):
@@ -223,6 +241,7 @@ class TopicChanges:
                     lambda tip: DeleteTopic(
                         slot=shard.applied_slot, epoch=shard.epoch, delete_after_ms=delete_after_ms
                     ),
+                    effects,
                 )
             except BaseException:
                 buckets.go_on()
@@ -251,14 +270,22 @@ class TopicChanges:
 
         Raises AlreadyExists if it exists with another policy, or other properties.
         """
-        topic = await self._shard.topic_to_write(name)
-        created = await topic.gate.change(lambda: self._create_subscription(topic, subscription, policy, properties))
-        if not created.created:
-            await self._shard.slots.confirmed()
+        with self._shard.effects_on(name) as effects:
+            topic = await self._shard.topic_to_write(name, effects)
+            created = await topic.gate.change(
+                lambda: self._create_subscription(topic, subscription, policy, properties, effects)
+            )
+            if not created.created:
+                await self._shard.slots.confirmed()
         return created
 
     async def _create_subscription(
-        self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy, properties: NamedValues
+        self,
+        topic: ServedTopic,
+        subscription: str,
+        policy: SubscriptionPolicy,
+        properties: NamedValues,
+        effects: RequestEffects,
     ) -> SubscriptionCreated:
         name = topic.core.name
         state = topic.core.subscription(subscription)
@@ -282,7 +309,7 @@ class TopicChanges:
             policy=policy,
         )
         topic.core.begin_subscription(stored)
-        await self._set_subscriptions(topic, lambda before: (*before, stored), properties_object)
+        await self._set_subscriptions(topic, lambda before: (*before, stored), properties_object, effects)
         topic.core.add_subscription().properties = properties
         return SubscriptionCreated(stored.subscription_id, stored.since_ms, created=True)
 
@@ -290,12 +317,18 @@ class TopicChanges:
         self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy, properties: NamedValues
     ) -> None:
         """Replace the policy and the properties; they are in force when this returns. Raises NotFound."""
-        await topic.gate.change(
-            lambda: self._update_subscription(topic, subscription, policy, properties), closed=False
-        )
+        with self._shard.effects_on(topic.core.name) as effects:
+            await topic.gate.change(
+                lambda: self._update_subscription(topic, subscription, policy, properties, effects), closed=False
+            )
 
     async def _update_subscription(
-        self, topic: ServedTopic, subscription: str, policy: SubscriptionPolicy, properties: NamedValues
+        self,
+        topic: ServedTopic,
+        subscription: str,
+        policy: SubscriptionPolicy,
+        properties: NamedValues,
+        effects: RequestEffects,
     ) -> None:
         state = topic.subscription(subscription)
         stored = dataclasses.replace(state.stored, policy=policy)
@@ -304,6 +337,7 @@ class TopicChanges:
             topic,
             lambda before: (stored if each.subscription_id == stored.subscription_id else each for each in before),
             properties_object,
+            effects,
         )
         state.stored, state.properties = stored, properties
         topic.nacks.watch(state)
@@ -314,12 +348,13 @@ class TopicChanges:
 
         Raises NotFound.
         """
-        dead_letters = await topic.gate.change(lambda: self._delete_subscription(topic, subscription))
-        # A former owner may deliver to it.
-        await self._shard.alone()
+        with self._shard.effects_on(topic.core.name) as effects:
+            dead_letters = await topic.gate.change(lambda: self._delete_subscription(topic, subscription, effects))
+            # A former owner may deliver to it.
+            await self._shard.alone()
         return dead_letters
 
-    async def _delete_subscription(self, topic: ServedTopic, subscription: str) -> int:
+    async def _delete_subscription(self, topic: ServedTopic, subscription: str, effects: RequestEffects) -> int:
         name = topic.core.name
         state = topic.subscription(subscription)
         deleted = state.subscription_id
@@ -328,9 +363,12 @@ class TopicChanges:
             await topic.settle_due()
             for record in topic.core.gone_with_subscription(deleted):
                 # Shielded, since other callers of the slot wait for it, too.
-                await asyncio.shield(self._shard.slots.stage_together((record,)))
+                await asyncio.shield(self._shard.slots.stage_together((record,), effects=effects))
             await self._set_subscriptions(
-                topic, lambda before: (each for each in before if each.subscription_id != deleted), properties_object
+                topic,
+                lambda before: (each for each in before if each.subscription_id != deleted),
+                properties_object,
+                effects,
             )
             topic.core.remove_subscription(deleted)
             gone = NotFound(f"subscription {subscription!r} of topic {name} was deleted")
@@ -370,6 +408,7 @@ class TopicChanges:
         topic: ServedTopic,
         changed: Callable[[tuple[Subscription, ...]], Iterable[Subscription]],
         properties_object: ObjectReference | None,
+        effects: RequestEffects,
     ) -> None:
         """Commit the result of `changed` as the subscriptions. Their ids are never used again."""
 
@@ -385,10 +424,13 @@ class TopicChanges:
                 delete_after_ms=self._environment.clock.now_ms() + self._environment.grace_ms,
             )
 
-        await self._commit(topic, operation)
+        await self._commit(topic, operation, effects)
 
-    async def _commit(self, topic: ServedTopic, operation: Callable[[TopicManifest], Operation]) -> None:
+    async def _commit(
+        self, topic: ServedTopic, operation: Callable[[TopicManifest], Operation], effects: RequestEffects
+    ) -> None:
         try:
-            await topic.manifests.commit(operation)
+            with effects.committing():
+                await topic.manifests.commit(operation)
         except commit.Refused as refused:
             raise await self._shard.superseded(refused) from refused

@@ -30,7 +30,7 @@ from daemon.core.index.bucket import SealedBucket
 from daemon.core.index.index import BucketBits, IndexCut
 from daemon.core.index.mutable_bucket import MutableBucket, MutableRows
 from daemon.core.index.position_keys import KeyedRows
-from daemon.errors import Unavailable
+from daemon.errors import OutcomeUnknown, Unavailable
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from daemon.topic import stored_topic, topic_manifests
@@ -389,9 +389,9 @@ class BucketLifecycle:
             self._work.cancel()
         for seal in self._seals:
             if not seal.committed.done():
-                seal.committed.set_exception(
-                    Unavailable(f"topic {self._topic.name} is served by this daemon no longer; try again")
-                )
+                # Its commit may be in flight.
+                over = Unavailable(f"topic {self._topic.name} is served by this daemon no longer")
+                seal.committed.set_exception(OutcomeUnknown.after(over))
 
     def _start(self) -> None:
         if not self._halted and (self._work is None or self._work.done()):

@@ -121,9 +121,7 @@ class Leases:
         acks = self._subscription.acks
         acks.check(claims)
         await acks.decidable(self._state, claims)
-        ignored = self._moved(claims, lease_ms=lease_ms)
-        await self._topic.slots.confirmed()
-        return ignored
+        return await acks.confirmed(self._moved(claims, lease_ms=lease_ms), of=claims)
 
     def _moved(self, claims: HeldPositions, *, lease_ms: int) -> Ignored:
         """Lease positions for `lease_ms` from now on; 0 makes them READY.

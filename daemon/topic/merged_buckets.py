@@ -149,7 +149,8 @@ class BucketMerging:
             self._work.cancel()
         for asked in self._asked:
             if not asked.answer.done():
-                asked.answer.set_exception(self._served_no_longer())
+                # Some of its merges may be committed, or in flight.
+                asked.answer.set_exception(OutcomeUnknown.after(self._served_no_longer()))
                 # No caller may be waiting.
                 asked.answer.exception()
         self._asked.clear()

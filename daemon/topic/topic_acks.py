@@ -29,6 +29,7 @@ from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.index import SeenRows
 from daemon.core.index.position_keys import KeyedRows
 from daemon.errors import InvalidArgument, InvariantViolated, TarryError, Unavailable
+from daemon.group_commit.request_effects import RequestEffects
 from daemon.group_commit.shard_slots import STALL_ANSWER_S
 from daemon.runtime.environment import Environment
 from daemon.topic.topic_port import TopicPort
@@ -141,15 +142,16 @@ class AckRequests:
         """
         core, slots = self._topic.core, self._topic.slots
         ignored = Ignored.nothing()
-        if len(rest):
-            found = await self.find(state, rest, rest)
-            records, rest = core.acknowledging.stage_found(state, rest, found)
-            if records:
-                slot = slots.stage(*records, awaited=awaited)
-            ignored = core.why_ignored(state, rest, found, now_ms=self._environment.clock.now_ms())
-        if slot is not None:
-            await asyncio.shield(slot)
-        await self.answerable(ignored)
+        with RequestEffects(self._topic.failed, begun=slot is not None) as effects:
+            if len(rest):
+                found = await self.find(state, rest, rest)
+                records, rest = core.acknowledging.stage_found(state, rest, found)
+                if records:
+                    slot = slots.stage(*records, awaited=awaited, effects=effects)
+                ignored = core.why_ignored(state, rest, found, now_ms=self._environment.clock.now_ms())
+            if slot is not None:
+                await asyncio.shield(slot)
+            await self.answerable(ignored)
         self._environment.metrics.acknowledged(core.name, acknowledged=len(claims) - len(ignored), ignored=len(ignored))
         return ignored
 
@@ -187,11 +189,15 @@ class AckRequests:
     def _extend(self, state: SubscriptionState, claims: HeldPositions, holders: Collection[int]) -> Awaitable[Ignored]:
         elapsed_ms = self._environment.elapsed_ms()
         left = self._topic.core.redelivery.extend(state, claims, holders, elapsed_ms=elapsed_ms)
-        return self._extended(Ignored.all_of(left, IgnoredReason.NOT_HELD))
+        return self.confirmed(Ignored.all_of(left, IgnoredReason.NOT_HELD), of=claims)
 
-    async def _extended(self, ignored: Ignored) -> Ignored:
-        # Under another owner the positions are due again.
-        await self._topic.slots.confirmed()
+    async def confirmed(self, ignored: Ignored, *, of: HeldPositions) -> Ignored:
+        """Return the ignored positions of a request that only memory keeps, once it may be answered.
+
+        Under another owner the positions are due again.
+        """
+        with RequestEffects(self._topic.failed, begun=len(ignored) < len(of)):
+            await self._topic.slots.confirmed()
         return ignored
 
     def check(self, claims: HeldPositions) -> None:
@@ -329,18 +335,19 @@ class NackRequests:
         """
         topic, redelivery, slots = self._topic, self._topic.core.redelivery, self._topic.slots
         ignored = Ignored.nothing()
-        if len(left.positions):
-            found = await self._acks.find(
-                state, redelivery.positions_to_find(state, left), left.positions, is_forwarded=is_forwarded
-            )
-            found_records, ignored = redelivery.stage_found(state, left, found, self.terms(state))
-            topic.take_back(state)
-            if found_records:
-                slot = slots.stage(*found_records, awaited=awaited)
-            records = (*records, *found_records)
-        if slot is not None:
-            await asyncio.shield(slot)
-        await self._acks.answerable(ignored)
+        with RequestEffects(topic.failed, begun=slot is not None) as effects:
+            if len(left.positions):
+                found = await self._acks.find(
+                    state, redelivery.positions_to_find(state, left), left.positions, is_forwarded=is_forwarded
+                )
+                found_records, ignored = redelivery.stage_found(state, left, found, self.terms(state))
+                topic.take_back(state)
+                if found_records:
+                    slot = slots.stage(*found_records, awaited=awaited, effects=effects)
+                records = (*records, *found_records)
+            if slot is not None:
+                await asyncio.shield(slot)
+            await self._acks.answerable(ignored)
         outcome = NackOutcome(ignored, self._count_dead_letters(records))
         self._environment.metrics.nacked(
             topic.core.name,

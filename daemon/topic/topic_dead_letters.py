@@ -23,6 +23,7 @@ from daemon.core import limits
 from daemon.core.backlog.dead_letter_rows import DeadLetterFilter, DeadLetterRows
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.errors import DelayTooLong, InvalidArgument, OutcomeUnknown, QuotaExceeded, TarryError, Unavailable
+from daemon.group_commit.request_effects import RequestEffects
 from daemon.runtime.environment import Environment
 from daemon.topic.topic_port import TopicPort
 from storage_backends.formats.row_columns import Rows
@@ -104,23 +105,29 @@ class TopicDeadLetters:
     async def replay(self, state: SubscriptionState, asked: DeadLetterFilter, *, delay_ms: int) -> Replayed:
         """Make dead letters rows of the subscription again, due in `delay_ms` from now; return once durable.
 
-        Raises NotFound, DelayTooLong, QuotaExceeded; OutcomeUnknown if it takes long: it goes on.
+        Raises NotFound, DelayTooLong, QuotaExceeded; OutcomeUnknown if it takes long, and goes on, or if a portion was
+        decided and a later one cannot be.
         """
         delay_max_ms = self._topic.settings.request_limits.delay_max_ms
         if delay_ms > delay_max_ms:
             raise DelayTooLong(f"delay_ms is {delay_ms}; the largest delay is {delay_max_ms} ms")
-        return await self._answered("replay", self._replay(state, asked, self._environment.clock.now_ms() + delay_ms))
+        deliver_at_ms = self._environment.clock.now_ms() + delay_ms
+        with RequestEffects(self._topic.failed) as effects:
+            return await self._answered("replay", self._replay(state, asked, deliver_at_ms, effects))
 
     async def purge(self, state: SubscriptionState, asked: DeadLetterFilter) -> int:
         """Forget the requested dead letters; return how many, once that is durable.
 
         Raises NotFound, and as `replay`.
         """
-        return await self._answered("purge", self._purge(state, asked))
+        with RequestEffects(self._topic.failed) as effects:
+            return await self._answered("purge", self._purge(state, asked, effects))
 
     # ---- decisions
 
-    async def _replay(self, state: SubscriptionState, asked: DeadLetterFilter, deliver_at_ms: int) -> Replayed:
+    async def _replay(
+        self, state: SubscriptionState, asked: DeadLetterFilter, deliver_at_ms: int, effects: RequestEffects
+    ) -> Replayed:
         topic, left = self._topic, _Left(asked, state.last_dead_letter_id)
         quotas = topic.quotas
         # No limit refuses such a portion if there are no other rows. A limit of 0 means none.
@@ -137,7 +144,7 @@ class TopicDeadLetters:
                 times = np.full(len(letters), deliver_at_ms, np.uint64)
                 admission.admit([Rows(times, letters.ledger_id, letters.entry_id)])
                 records, skipped = topic.core.dead_lettering.stage_replay(state, letters, deliver_at_ms)
-                await self._applied(records, admission.staged)
+                await self._applied(records, effects, admission.staged)
             replayed_rows += len(letters) - skipped
             skipped_rows += skipped
             self._environment.metrics.dead_letters_left(topic.core.name, "replayed", rows=len(letters) - skipped)
@@ -145,7 +152,7 @@ class TopicDeadLetters:
             await topic.slots.confirmed()
         return Replayed(replayed_rows, skipped_rows)
 
-    async def _purge(self, state: SubscriptionState, asked: DeadLetterFilter) -> int:
+    async def _purge(self, state: SubscriptionState, asked: DeadLetterFilter, effects: RequestEffects) -> int:
         topic, left = self._topic, _Left(asked, state.last_dead_letter_id)
         purged_rows = 0
         while left.after_id is not None:
@@ -154,7 +161,7 @@ class TopicDeadLetters:
                 if not len(letters):
                     continue
                 record = topic.core.dead_lettering.stage_purge(state, letters.dead_letter_id)
-                await self._applied(() if record is None else (record,))
+                await self._applied(() if record is None else (record,), effects)
             purged_rows += len(letters)
             self._environment.metrics.dead_letters_left(topic.core.name, "purged", rows=len(letters))
         if not purged_rows:
@@ -194,10 +201,11 @@ class TopicDeadLetters:
     async def _applied(
         self,
         records: Sequence[Record],
+        effects: RequestEffects,
         staged: Callable[[asyncio.Future[int] | None], object] = lambda slot: None,
     ) -> None:
         """Stage the records and wait until they are applied. `staged` is called with their slot, or None."""
-        slot = self._topic.slots.stage_together(records) if records else None
+        slot = self._topic.slots.stage_together(records, effects=effects) if records else None
         staged(slot)
         if slot is not None:
             await asyncio.shield(slot)

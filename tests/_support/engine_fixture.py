@@ -172,13 +172,13 @@ class Daemon(Process):
         if gate is not None:
             gate.set()
 
-    def call(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """A call to the engine, made in its process: it ends with it."""
+    def call(self, work: Coroutine[Any, Any, T], *, context: contextvars.Context | None = None) -> asyncio.Task[T]:
+        """A call to the engine, made in its process: it ends with it. `context`: its own, a copy of the process's."""
         if self.dead:
             work.close()
             nobody: asyncio.Task[T] = asyncio.get_running_loop().create_task(_nobody(), context=contextvars.Context())
             return nobody
-        return asyncio.get_running_loop().create_task(work, context=self.context)
+        return asyncio.get_running_loop().create_task(work, context=self.context if context is None else context)
 
     def adopt(self, task: asyncio.Task[Any]) -> None:
         self._tasks[next(self._task_numbers)] = task

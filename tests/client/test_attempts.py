@@ -72,3 +72,35 @@ def test_when_the_owner_of_what_is_of_no_topic_fails_the_target_is_asked_again()
     third = plan.send(None)
     assert isinstance(third, attempts.Send)
     assert third.address == OLD
+
+
+def test_an_unknown_outcome_is_asked_about_at_once_where_it_says_and_may_have_landed() -> None:
+    plan = asking(timeout_s=5.0).ask_and_tell(attempts.Method("m", len), b"r", topic="t")
+    next(plan)
+    assert plan.throw(tarry.OutcomeUnknown("it was staged", owner_address=NEW)) == attempts.Wait(0.0)
+    second = plan.send(None)
+    assert isinstance(second, attempts.Send)
+    assert second.address == NEW
+    with pytest.raises(StopIteration) as ended:
+        plan.send(7)
+    assert ended.value.value == (7, True)
+
+
+@pytest.mark.parametrize(
+    ("last", "may_have_landed"),
+    [
+        (tarry.OutcomeUnknown("it was staged"), True),
+        (tarry.DeadlineExceeded("no answer"), True),
+        (tarry.NotOwner("not here"), False),
+    ],
+)
+def test_a_call_without_an_answer_says_whether_it_may_have_landed(
+    last: tarry.TarryError, may_have_landed: bool
+) -> None:
+    late = attempts.RetryPolicy(uniform=lambda low, high: 60.0)
+    asked = attempts.Asking(attempts.Owners(OLD), late, attempts.Deadline.after(5.0))
+    plan = asked.ask_and_tell(attempts.Method("m", len), b"r", topic="t")
+    next(plan)
+    with pytest.raises(tarry.DeadlineExceeded) as raised:
+        plan.throw(last)
+    assert raised.value.may_have_landed is may_have_landed

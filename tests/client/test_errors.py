@@ -56,6 +56,9 @@ def test_damage_ends_only_a_stream_that_is_told_that_it_is_of_its_topic(hints: d
     moved = errors.from_status(fake_daemon.status(code_pb2.FAILED_PRECONDITION, owner_address="127.0.0.1:9"))
     assert isinstance(moved, tarry.NotOwner)
     assert moved.owner_address == "127.0.0.1:9"
+    unknown = errors.from_status(fake_daemon.status(code_pb2.UNKNOWN, owner_address="127.0.0.1:9"))
+    assert isinstance(unknown, tarry.OutcomeUnknown)
+    assert unknown.owner_address == "127.0.0.1:9"
 
 
 def test_the_daemon_s_own_time_is_obeyed_and_a_named_owner_is_asked_at_once() -> None:

@@ -15,8 +15,10 @@ from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.group_commit import slot_sender
 from daemon.group_commit.confirmation import ProbedConfirmation
 from daemon.group_commit.daemon_log import Certain, CertainSlot, FrozenSlot, LogTruncation, LogWriter, SlotOutcome
+from daemon.group_commit.request_effects import RequestEffects
 from daemon.group_commit.shard_slots import ShardSlots
 from daemon.shard.shard import ServedShard
+from daemon.topic import topic_acks
 from daemon.topic.topic_acks import AckRequests
 from storage_backends import log_fence, object_store, topic_manifest
 from storage_backends.formats import log_slot_format, slot_format
@@ -149,13 +151,40 @@ def the_next_slot_does_not_wait_for_the_last(patch: pytest.MonkeyPatch) -> None:
 def answers_do_not_wait_for_their_slot(patch: pytest.MonkeyPatch) -> None:
     append = ShardSlots._append
 
-    def answered(self: ShardSlots, records: Sequence[slot_format.Record]) -> Any:
-        slot = append(self, records)
+    def answered(self: ShardSlots, records: Sequence[slot_format.Record], effects: Any) -> Any:
+        slot = append(self, records, effects)
         if not slot.certain.done():
             slot.certain.set_result(0)
         return slot
 
     patch.setattr(ShardSlots, "_append", answered)
+
+
+def decided_requests_are_refused_when_what_they_wait_for_fails(patch: pytest.MonkeyPatch) -> None:
+    """Such as the end of a former owner, behind their slot."""
+    patch.setattr(RequestEffects, "__exit__", lambda self, kind, error, trace: None)
+
+
+def acknowledgements_and_nacks_are_refused_when_what_they_wait_for_fails(patch: pytest.MonkeyPatch) -> None:
+    class Refusing(RequestEffects):
+        def __exit__(self, *_: object) -> None:
+            return
+
+    patch.setattr(topic_acks, "RequestEffects", Refusing)
+
+
+def staged_requests_are_refused_with_their_shard(patch: pytest.MonkeyPatch) -> None:
+    """Their slot may be in flight, or durable."""
+    end = ShardSlots.end
+
+    def refused(self: ShardSlots, error: Exception) -> None:
+        for slot in self._all:
+            for future in (slot.certain, slot.applied):
+                if not future.done():
+                    future.set_exception(error)
+        end(self, error)
+
+    patch.setattr(ShardSlots, "end", refused)
 
 
 def duplicates_do_not_wait_for_the_slot_that_they_saw(patch: pytest.MonkeyPatch) -> None:
@@ -251,6 +280,26 @@ BUGS = (
         rows_go_out_by_key_at_once_after_a_takeover,
         paused(13.0, "put_if_absent", JOURNAL, before=False),
         seed=14,
+    ),
+    Bug(
+        "refusals",
+        decided_requests_are_refused_when_what_they_wait_for_fails,
+        paused(13.0, "put_if_absent", JOURNAL, before=False),
+        seed=3,
+    ),
+    Bug(
+        "refusals",
+        acknowledgements_and_nacks_are_refused_when_what_they_wait_for_fails,
+        paused(13.0, "put_if_absent", JOURNAL, before=False),
+        seed=15,
+    ),
+    Bug(
+        "refusals",
+        staged_requests_are_refused_with_their_shard,
+        dataclasses.replace(
+            paused(5.0, "put_if_absent", JOURNAL, before=False), slow_kind=JOURNAL, weights={Fault.FAIL_AFTER: 0.15}
+        ),
+        seed=8,
     ),
     Bug("R9", slots_are_deleted_because_later_ones_are_there, seed=3),
 )

@@ -16,6 +16,7 @@ some in processes whose hashes differ. A run that breaks a rule prints its seed,
     columns.py     rows in calls and in the truth         positions.py  positions of every index in the truth
     leasing.py     the clients that lease                 nacking.py    those that negatively acknowledge
     history.py     the record of a run                    log_truth.py  logs, claims and deletions of slots
+    refusals.py    what refused requests have changed
 
     test_failure_table.py   one case for each row of that table
 
@@ -24,7 +25,8 @@ some in processes whose hashes differ. A run that breaks a rule prints its seed,
 
 What is checked: nothing is early by the clock of the daemon that hands out; what was answered OK has landed, and is
 there after every crash until somebody asked to remove it; what was answered Done is never handed out again, nor what
-was answered to be cancelled; a row that is rescheduled has one time; no position has two rows; nothing is removed but
+was answered to be cancelled; nothing is seen of what a refused request has staged or committed; a row that is
+rescheduled has one time; no position has two rows; nothing is removed but
 by who asked; a merge keeps every row, whoever makes it, and nothing is deleted that may be needed; epochs only grow,
 the slots of a shard have no gap, no log goes on behind its end, and each claim begins where the sections before it end;
 what was negatively acknowledged comes back, not before its time and with its count, counted

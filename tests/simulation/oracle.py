@@ -26,6 +26,7 @@ from tests.simulation.log_truth import Logs
 from tests.simulation.objects import Objects, positions_of
 from tests.simulation.positions import Position, entry_of, in_index, index_of, is_part, named, owner_of
 from tests.simulation.redelivery_truth import Asked, Nacked, Redeliveries, RedeliveryTruth
+from tests.simulation.refusals import Refusals, facts_of, facts_of_deletions
 
 # That a topic or a subscription was deleted is in no slot: its owner may apply so many before it is told.
 UNKNOWN_SLOTS = 10_000
@@ -184,6 +185,7 @@ class Oracle:
         self._by_name: dict[str, TopicTruth] = {}
         self.objects = Objects(history)
         self.logs = Logs(history)
+        self.refusals = Refusals(history)
 
     def topic(self, name: str) -> TopicTruth:
         topic = self._by_name.get(name)
@@ -237,6 +239,7 @@ class Oracle:
     def _topic_manifest(self, shard: int, landed: manifest.TopicManifest) -> None:
         topic = self.topics.setdefault(landed.topic_id, TopicTruth())
         self.objects.topic_landed(shard, topic.newest, landed)
+        self.refusals.committed(topic.newest, landed)
         shared = topic.shared_index
         topic.newest = landed
         topic.sharing_changed |= topic.shared_index != shared
@@ -303,11 +306,13 @@ class Oracle:
             self._section(header, records)
             for decided in deletions:
                 self.deletions(header.shard).landed(decided)
+                self.refusals.landed(header, facts_of_deletions(decided))
 
     def _section(self, header: slot_format.SlotHeader, records: Iterable[slot_format.Record]) -> None:
         for record in records:
             topic = self.topics.setdefault(record.topic_id, TopicTruth())
             if record.incarnation == topic.incarnation:
+                self.refusals.landed(header, facts_of(record))
                 self._record(topic, header, record)
 
     def _record(self, topic: TopicTruth, header: slot_format.SlotHeader, record: slot_format.Record) -> None:

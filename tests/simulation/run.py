@@ -191,6 +191,7 @@ async def _run(seed: int, everything: bool, directed: Directed) -> tuple[History
     with (
         crash_points.intercepted(machines.crash_point),
         _errors_are_breaches(history, everything),
+        oracle.refusals.watching(),
         owning.small_decisions(seed),
     ):
         await _until(course.run(), broken)

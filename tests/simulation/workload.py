@@ -138,7 +138,8 @@ class Clients:
 
     async def call(self, daemon: Daemon, work: Coroutine[Any, Any, T]) -> T | None:
         """The answer; None when there was none, or an error that a client must expect."""
-        call = daemon.call(work)
+        request, context = self._oracle.refusals.asked(daemon)
+        call = daemon.call(work, context=context)
         await asyncio.wait([call], timeout=PATIENT_CALL_S if next(self._calls) % 4 == 0 else CALL_S)
         if not call.done():
             call.cancel()
@@ -149,8 +150,9 @@ class Clients:
         if error is None:
             return call.result()
         self._history.note(f"answer {type(error).__name__}")
-        if isinstance(error, InvariantViolated) or not isinstance(error, TarryError | StreamClosed):
+        if isinstance(error, InvariantViolated) or not isinstance(error, TarryError):
             raise error
+        self._oracle.refusals.refused(request, error)
         return None
 
     async def daemon(self, draw: random.Random) -> Daemon | None:

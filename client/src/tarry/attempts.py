@@ -36,7 +36,7 @@ class RetryPolicy:
         """Return the delay after the `attempt`-th failure in a row (seconds); the first is 1."""
         if isinstance(error, (errors.ResourceExhausted, errors.Unavailable)) and error.retry_after_ms is not None:
             return error.retry_after_ms / 1000
-        if isinstance(error, errors.NotOwner) and error.owner_address and attempt == 1:
+        if isinstance(error, (errors.NotOwner, errors.OutcomeUnknown)) and error.owner_address and attempt == 1:
             return 0.0
         ceiling_s = min(self.max_s, self.initial_s * 2.0 ** min(attempt - 1, 30))
         return self.uniform(0.0, ceiling_s)
@@ -170,7 +170,7 @@ class Owners:
         Forgets the features of the asked address, because another daemon may be there from now on.
         """
         self._features.pop(self.address(topic), None)
-        if isinstance(error, errors.NotOwner) and error.owner_address:
+        if isinstance(error, (errors.NotOwner, errors.OutcomeUnknown)) and error.owner_address:
             self._owners[topic] = error.owner_address
         else:
             self._owners.pop(topic, None)
@@ -226,6 +226,7 @@ class Asking:
             error.attempts = attempt
             error.may_have_landed = may_have_landed
             if isinstance(error, errors.DeadlineExceeded):
+                may_have_landed = True
                 break
             if not errors.is_retryable(error):
                 raise error
@@ -241,7 +242,9 @@ class Asking:
             if delay_s >= self.deadline.remaining_s():
                 break
             yield Wait(delay_s)
-        raise self.deadline.exceeded(last, attempts=attempt)
+        exceeded = self.deadline.exceeded(last, attempts=attempt)
+        exceeded.may_have_landed = may_have_landed
+        raise exceeded
 
     def _check_can(self, needs: Need, address: str, remaining_s: float) -> Plan[None]:
         """Raise Unsupported if the daemon lacks the feature, or the failure of asking."""

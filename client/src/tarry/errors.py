@@ -25,7 +25,7 @@ class TarryError(Exception):
     """Any failure of this library.
 
     `code` is the gRPC status code and `message` the daemon's text. `attempts` is how often the request was sent.
-    `may_have_landed` is True if an earlier attempt may have been carried out.
+    `may_have_landed` is True if an attempt without a certain answer may have been carried out.
     """
 
     code = grpc.StatusCode.UNKNOWN
@@ -115,9 +115,16 @@ class Unavailable(TarryError):
 
 
 class OutcomeUnknown(TarryError):
-    """A request that may or may not be durable; repeating it is safe."""
+    """A request that may or may not be durable; repeating it is safe.
+
+    `owner_address` is the host:port of the daemon to ask next, empty if unknown.
+    """
 
     code = grpc.StatusCode.UNKNOWN
+
+    def __init__(self, message: str, *, owner_address: str = "") -> None:
+        super().__init__(message)
+        self.owner_address = owner_address
 
 
 class DataLoss(TarryError):
@@ -191,7 +198,6 @@ _BY_CODE: Mapping[grpc.StatusCode, type[TarryError]] = {
         NotFound,
         AlreadyExists,
         Aborted,
-        OutcomeUnknown,
         DataLoss,
         Internal,
         Unauthenticated,
@@ -267,6 +273,8 @@ def _from_code(code: grpc.StatusCode, message: str, hints: Mapping[str, str]) ->
             return DataLoss(message, of_topic=hints.get(DAMAGED_KEY) == "topic")
         case grpc.StatusCode.FAILED_PRECONDITION:
             return NotOwner(message, owner_address=hints.get(OWNER_ADDRESS_KEY, ""))
+        case grpc.StatusCode.UNKNOWN:
+            return OutcomeUnknown(message, owner_address=hints.get(OWNER_ADDRESS_KEY, ""))
     kind = _BY_CODE.get(code)
     return TarryError(message, code=code) if kind is None else kind(message)
 

@@ -123,6 +123,19 @@ async def test_what_is_missing_after_a_lost_answer_was_deleted(
 
 
 @pytest.mark.parametrize("method", ["DeleteSubscription", "DeleteTopic"])
+async def test_what_is_missing_at_the_owner_that_an_unknown_outcome_names_was_deleted(
+    daemon: FakeDaemon, other_daemon: FakeDaemon, client: tarry.aio.Client, method: str
+) -> None:
+    daemon.script(method, refuse(CODE.UNKNOWN, owner_address=other_daemon.address))
+    other_daemon.script(method, refuse(CODE.NOT_FOUND))
+    if method == "DeleteTopic":
+        assert await client.delete_topic("t") == tarry.TopicDeleted(None, None)
+    else:
+        assert await client.delete_subscription("t", "s") == tarry.SubscriptionDeleted(None)
+    assert (daemon.count(method), other_daemon.count(method)) == (1, 1)
+
+
+@pytest.mark.parametrize("method", ["DeleteSubscription", "DeleteTopic"])
 async def test_what_is_missing_after_a_conflict_was_not_there(
     daemon: FakeDaemon, client: tarry.aio.Client, method: str
 ) -> None:

@@ -217,7 +217,7 @@ async def test_a_slot_that_cannot_be_applied_costs_its_shard_and_the_others_go_o
     lost, kept = machine.one.staging.stage(add_of(1)), machine.two.staging.stage(add_of(1))
     await machine.log.let_land()
     assert kept.result() == 70
-    assert isinstance(lost.exception(), Unavailable)
+    assert isinstance(lost.exception(), OutcomeUnknown)
     assert [str(error) for error in machine.one.failed] == ["a row is waiting twice"]
     with pytest.raises(Unavailable, match="a row is waiting twice"):
         _ = machine.one.staging.stage(add_of(2))
@@ -230,10 +230,19 @@ async def test_a_shard_that_ended_while_its_slot_was_on_its_way_applies_nothing(
     lost, kept = machine.one.staging.stage(add_of(1)), machine.two.staging.stage(add_of(1))
     await settle()
     waiting = machine.one.staging.stage(add_of(2))
-    machine.one.staging.end(Unavailable("it is another's"))
+    bystanders = [
+        asyncio.ensure_future(wait()) for wait in (machine.one.staging.confirmed, machine.one.staging.settled)
+    ]
+    await settle()
+    error = NotOwner("it is another's", owner_address="another:1")
+    machine.one.staging.end(error)
     await machine.log.let_land()
     assert kept.result() == 70
-    assert {str(lost.exception()), str(waiting.exception())} == {"it is another's"}
+    for staged in (lost, waiting):
+        with pytest.raises(OutcomeUnknown, match="it is another's") as unknown:
+            await staged
+        assert unknown.value.owner_address == "another:1"
+    assert [each.exception() for each in bystanders] == [error, error], "nothing of theirs was staged"
     assert machine.one.applied == []
     _ = machine.two.staging.stage(add_of(2))
     await machine.log.let_land()
@@ -431,7 +440,7 @@ async def test_a_section_that_cannot_be_encoded_costs_its_shard_and_the_others_l
     lost, kept = machine.one.staging.stage(add_of(1)), machine.two.staging.stage(add_of(1))
     await machine.log.let_land()
     assert kept.result() == 70
-    assert isinstance(lost.exception(), Unavailable)
+    assert isinstance(lost.exception(), OutcomeUnknown)
     assert [str(error) for error in machine.one.failed] == ["a row is too long"]
     assert (machine.one.applied, machine.sender.applied) == ([], 2)
     again = machine.two.staging.stage(add_of(2))
@@ -443,7 +452,7 @@ async def test_a_slot_of_which_nothing_can_be_encoded_is_none(machine: Machine) 
     machine.log.unencodable = {0}
     lost = machine.one.staging.stage(add_of(1))
     await machine.log.let_land()
-    assert isinstance(lost.exception(), Unavailable)
+    assert isinstance(lost.exception(), OutcomeUnknown)
     assert machine.sender.applied == 0
     kept = machine.two.staging.stage(add_of(1))
     await machine.log.let_land()

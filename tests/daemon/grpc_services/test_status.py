@@ -34,6 +34,8 @@ def info_of(error: Exception) -> error_details_pb2.ErrorInfo:
         (errors.Conflict("x"), "CONFLICT", {}),
         (errors.QuotaExceeded("x", retry_after_ms=0), "QUOTA_EXCEEDED", {"retry_after_ms": "0"}),
         (errors.NotOwner("x", owner_address="h:1"), "NOT_OWNER", {"owner_address": "h:1"}),
+        (errors.OutcomeUnknown("x", owner_address="h:1"), "OUTCOME_UNKNOWN", {"owner_address": "h:1"}),
+        (errors.OutcomeUnknown("x"), "OUTCOME_UNKNOWN", {}),
         (errors.NotOwner("x"), "NOT_OWNER", {}),
         (errors.Unavailable("x"), "UNAVAILABLE", {}),
         (errors.Unavailable("x", retry_after_ms=9), "UNAVAILABLE", {"retry_after_ms": "9"}),

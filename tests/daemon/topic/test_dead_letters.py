@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -15,7 +16,6 @@ from daemon.errors import (
     NotOwner,
     OutcomeUnknown,
     QuotaExceeded,
-    Unavailable,
 )
 from daemon.topic import topic_dead_letters
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
@@ -146,9 +146,10 @@ async def test_an_owner_that_was_superseded_replays_and_purges_nothing(machines:
     await purge(two, with_ids(ids_of(await listed(two))[0]))
     replaying, purging = replay(one), purge(one)
     one.resume()
-    for call in (replaying, purging):
-        with pytest.raises((NotOwner, Unavailable)):
-            await call
+    with pytest.raises(OutcomeUnknown):
+        await replaying
+    with pytest.raises(NotOwner):
+        await purging
     await asyncio.sleep(5)
     assert positions_of(await listed(two)) == [(1, 1), (1, 2), (1, 3), (1, 4)]
     assert (await counts(two)).backlog == 0
@@ -471,22 +472,25 @@ async def test_a_replay_goes_on_when_its_caller_has_gone(
     assert (await counts(one)).backlog == 20
 
 
-async def test_a_replay_ends_when_its_subscription_is_deleted(
-    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("leave", [replay, purge])
+async def test_a_replay_or_purge_ends_when_its_subscription_is_deleted_and_is_not_refused_since_it_has_begun(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch, leave: Callable[[Daemon], asyncio.Task[object]]
 ) -> None:
     monkeypatch.setattr(topic_dead_letters, "PORTION_ROWS", 5)
     one = await machines.served_by()
     await create(one)
     await buried(one, 20)
     held = one.pause("put_if_absent", JOURNAL)
-    replaying = replay(one)
+    leaving = leave(one)
     await held.reached()
     deleting = one.call(one.engine.requests.delete_subscription("t", "s"))
     await asyncio.sleep(0.1)
     held.release()
     assert await deleting == 15
-    with pytest.raises(NotFound, match="deleted"):
-        await replaying
+    with pytest.raises(OutcomeUnknown, match="deleted"):
+        await leaving
+    with pytest.raises(NotFound, match="no subscription"):
+        await leave(one)
 
 
 async def test_quotas_hold_for_what_is_replayed(machines: EngineFixture) -> None:
@@ -495,6 +499,8 @@ async def test_quotas_hold_for_what_is_replayed(machines: EngineFixture) -> None
     await buried(one, 10)
     policy = TopicPolicy(pending_rows_max=4)
     await one.call(one.engine.requests.set_topic_policy("t", policy))
+    with pytest.raises(OutcomeUnknown, match="pending_rows_max is 4"):
+        await replay(one, delay_ms=60_000)
     with pytest.raises(QuotaExceeded, match="pending_rows_max is 4"):
         await replay(one, delay_ms=60_000)
     found = await counts(one)

@@ -9,7 +9,7 @@ from collections.abc import Sequence, Set
 
 import pytest
 
-from daemon.errors import NotFound, Unavailable
+from daemon.errors import NotFound, OutcomeUnknown
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicManifest, decode_topic_manifest
 from tests._support.engine_fixture import Daemon, EngineFixture, Receiver, no_positions
@@ -237,7 +237,7 @@ async def test_a_seal_that_is_slower_than_the_orphan_floor_costs_the_shard_and_n
     await held.reached()
     MergingProcess(machines.store).set_floor()
     held.release()
-    with pytest.raises(Unavailable):
+    with pytest.raises(OutcomeUnknown):
         await sealing
     await one.until(lambda: 0 in one.shards and one.shards[0].epoch > epoch)
     await one.serving()

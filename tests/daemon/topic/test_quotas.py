@@ -167,6 +167,7 @@ async def test_the_daemon_s_limits_hold_for_topics_without_their_own(machines: E
         "one", "limits.pending_rows_per_topic_max=10", "limits.due_rows_per_second_max=5",
         "limits.client_rows_per_second_max=3",
     )  # fmt: skip
+    await set_policy(one, TopicPolicy())
     await refused(add(one, range(11)), "pending_rows_max is 10")
     await refused(add(one, range(6)), "due_rows_per_second_max is 5")
     await add(one, range(4), client="c")
