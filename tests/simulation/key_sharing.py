@@ -236,9 +236,16 @@ class KeySharing:
         await stream.remove_consumer(consumer_id)
 
     async def _take(self, stream: KeySharedStream, dispatcher: _Dispatcher) -> None:
-        """Runs in the daemon's process: what is handed out counts from that moment on."""
+        """Runs in the daemon's process: what is handed out counts from that moment on.
+
+        Some read slowly: what is on its way to them waits, while they go on with what they have.
+        """
+        reading = random.Random(f"{stream._topic.core.name} {stream.dispatcher} {stream.epoch} is read {self._seed}")
+        pause_s = reading.choice((0.0, 0.0, 1.0, 4.0))
         while True:
             try:
+                if pause_s:
+                    await asyncio.sleep(reading.random() * pause_s)
                 outgoing = await stream.next()
             except (TarryError, StreamClosed):
                 return
