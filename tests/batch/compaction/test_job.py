@@ -268,7 +268,7 @@ def test_a_store_that_fails_for_a_topic_that_is_deleted_is_a_conflict_and_no_err
         topic.commit(deletion)
         world.script.plan("head", Fault.FAIL_BEFORE, times=1)
 
-    with at("compaction.before_commit", deleted):
+    with at("compaction.after_wave", deleted):
         summary = world.compact(Options(attempts_max=1))
     assert (summary.status, summary.exit_status) == (Status.CONFLICTS, 75)
     assert only(summary, Outcome.REFUSED).reason == "the topic was deleted"
