@@ -504,7 +504,10 @@ class Promises:
         rows = [topic.rows[key] for key in keys if key in topic.rows]
         if not rows:
             self._breach(sent, f"{position} was answered to be due, and is nowhere")
-        elif all(row.slot <= sent.slot and row.deliver_at_ms > sent.daemon.latest_ms() for row in rows):
+        elif all(
+            row.slot <= sent.slot and row.deliver_at_ms > sent.daemon.latest_ms() and not row.nacked for row in rows
+        ):
+            # What is nacked was due by the clock of its time.
             self._breach(sent, f"{position} was answered to be due, and is so at {rows}")
 
     def _check_left(self, asked: Withdrawal, position: Position) -> None:
