@@ -73,10 +73,14 @@ class MergeCommits:
         return self.tip.manifest
 
     def look(self) -> None:
-        """Read the newest manifest. Raises Damaged and the store's errors."""
-        found = self._log.read_tip(self.tip)
+        """Read the newest manifest. Raises Damaged and the store's errors.
+
+        A topic without manifests was deleted: they are collected last.
+        """
+        # The known tip shows nothing of manifests that were collected behind it.
+        found = self._log.read_tip()
         if found is None:
-            raise Damaged(self._log.prefix, "its manifests have disappeared")
+            found = dataclasses.replace(self.tip, manifest=dataclasses.replace(self.manifest, deleted=True, live=()))
         self.tip = found
 
     def verify(self, bucket: LiveBucket) -> None:
@@ -123,6 +127,8 @@ little.
 """
 
 ATTEMPTS_MAX: Final = 3
+
+_DELETED: Final = "the topic was deleted"
 
 _Look = tuple[Tip, list[Run]] | StoreError | format_errors.FormatError | None
 """A topic's tip and its runs, None if there is no topic, or the error of reading it"""
@@ -335,8 +341,17 @@ class _Job:
             topic.commits.look()
             runs = self._runs(topic.commits.manifest, frozenset(topic.left_out))
         except (StoreError, format_errors.FormatError) as error:
-            self._cannot_read(place, error)
+            if not self._is_deleted(place):
+                self._cannot_read(place, error)
         self._waves.offer(place, runs)
+
+    def _is_deleted(self, place: TopicPlace) -> bool:
+        """Return whether a topic of which something cannot be read was deleted since it was planned."""
+        try:
+            self._topics[place].commits.look()
+        except (StoreError, format_errors.FormatError):
+            return False
+        return self._topics[place].commits.manifest.deleted
 
     # ---- waves
 
@@ -484,10 +499,13 @@ class _Job:
             topic.left_out |= work.run.names | made
             self._unhinted.add(work.topic)
             self._end(work, Outcome.UNKNOWN, str(error), written=report)
-        except (Damaged, format_errors.FormatError) as error:
-            self._give_up(work, str(error), left_out=work.run.names, written=report)
-        except StoreError as error:
-            self._again(work, str(error), Outcome.FAILED, written=report)
+        except (StoreError, format_errors.FormatError) as error:
+            if self._is_deleted(work.topic):
+                self._again(work, _DELETED, Outcome.REFUSED, written=report)
+            elif isinstance(error, Damaged | format_errors.FormatError):
+                self._give_up(work, str(error), left_out=work.run.names, written=report)
+            else:
+                self._again(work, str(error), Outcome.FAILED, written=report)
         else:
             topic.left_out |= made
             self._unhinted.add(work.topic)
@@ -503,6 +521,9 @@ class _Job:
 
     def _not_written(self, work: Work, report: FailedRun) -> None:
         reason = f"{report.key}: {report.reason}" if report.key else report.reason
+        if self._is_deleted(work.topic):
+            self._again(work, _DELETED, Outcome.REFUSED)
+            return
         match report.failure:
             case Failure.DAMAGED:
                 self._give_up(work, reason, left_out={report.key})

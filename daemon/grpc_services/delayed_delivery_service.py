@@ -132,7 +132,7 @@ class _AddStream:
             while self._pipeline.busy or not reader.done():
                 await wake.wait()
                 wake.clear()
-                await self._pipeline.flush()
+                await self._pipeline.flush(self._pipeline.known)
                 if draining.done() and not reader.done():
                     raise errors.Unavailable("the daemon is stopping; try again")
             reader.result()

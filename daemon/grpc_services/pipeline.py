@@ -92,10 +92,16 @@ class Pipeline:
             self._room.clear()
             await self._room.wait()
 
-    async def flush(self) -> None:
-        """Write the known answers. Raises `NotOwner` if that was the outcome of a request."""
-        await self._write_known()
-        if self._moved is not None:
+    @property
+    def known(self) -> int:
+        """The number of answers that are known and not written."""
+        return len(self._answers)
+
+    async def flush(self, answers: int) -> None:
+        """Write the first known answers. Raises `NotOwner` if that was the outcome of a request."""
+        for _ in range(answers):
+            await self._write_first()
+        if self._moved is not None and not self._answers:
             raise self._moved
 
     async def settle(self) -> None:
@@ -104,18 +110,18 @@ class Pipeline:
             async with asyncio.timeout(LAST_ANSWERS_S):
                 while self.busy:
                     self.wake.clear()
-                    await self._write_known()
+                    while self._answers:
+                        await self._write_first()
                     if self.busy:
                         await self.wake.wait()
 
-    async def _write_known(self) -> None:
-        while self._answers:
-            size_bytes, answer = self._answers.popleft()
-            if answer is not None:
-                await self._context.write(answer)
-            self._requests -= 1
-            self._bytes -= size_bytes
-            self._room.set()
+    async def _write_first(self) -> None:
+        size_bytes, answer = self._answers.popleft()
+        if answer is not None:
+            await self._context.write(answer)
+        self._requests -= 1
+        self._bytes -= size_bytes
+        self._room.set()
 
     def _finish(self, size_bytes: int, answer: Callable[[Any], bytes | None], outcome: object) -> None:
         if isinstance(outcome, errors.NotOwner):

@@ -1,8 +1,9 @@
 """Serves one subscription's stream: a dispatcher's requests, and the rows that are due for it.
 
 A call of its own (`dispatch_service`) or a lane (`subscribe_many`) carries the stream. A stream is one reader (Open,
-then Flow, Acknowledge and the like) and two writers, of answers and of due rows. The writers take turns: a `Done` waits
-for at most one `Messages`. The engine's stream is closed however the call ends.
+then Flow, Acknowledge and the like) and two writers, of answers and of due rows. The writers take turns, in the order
+in which they ask: a `Done` waits for at most one delivery, and no delivery comes after a `Done` that was decided later.
+The engine's stream is closed however the call ends.
 
 The requests and answers that only KEY_SHARED streams have are here, too.
 """
@@ -209,8 +210,11 @@ class SubscribeStream:
             while self._pipeline.busy or not reader.done():
                 await wake.wait()
                 wake.clear()
+                # A delivery that waits for its turn goes before an answer that is known later: that may be the answer
+                # to an acknowledgement of it.
+                answers = self._pipeline.known
                 async with self._writing:
-                    await self._pipeline.flush()
+                    await self._pipeline.flush(answers)
                 if sender.done() and not reader.done():
                     sender.result()
             reader.result()
@@ -224,8 +228,8 @@ class SubscribeStream:
             outgoing = await (stream.next() if isinstance(stream, KeySharedStream) else stream.next_messages())
             # A plan that was made must be answered.
             is_owed = isinstance(outgoing, call_values.Planned)
-            for response in key_shared_responses(outgoing):
-                async with self._writing:
+            async with self._writing:
+                for response in key_shared_responses(outgoing):
                     if reader.done() and not is_owed:
                         return
                     await self._dispatcher.write(response)

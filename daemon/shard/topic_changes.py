@@ -310,7 +310,16 @@ class TopicChanges:
         )
         topic.core.begin_subscription(stored)
         await self._set_subscriptions(topic, lambda before: (*before, stored), properties_object, effects)
-        topic.core.add_subscription().properties = properties
+        state = topic.core.add_subscription()
+        state.properties = properties
+        # All are staged before the first await: a repeated request finds the subscription, and waits for them.
+        waived = [
+            self._shard.slots.stage_together(records, effects=effects)
+            for records in topic.core.passed_before(state).slots()
+        ]
+        for slot in waived:
+            # Shielded, since other callers of the slot wait for it, too.
+            await asyncio.shield(slot)
         return SubscriptionCreated(stored.subscription_id, stored.since_ms, created=True)
 
     async def update_subscription(

@@ -5,7 +5,8 @@ a consumer came or left, an outbox has room. All requests in one turn of the loo
 `daemon.core.key_shared` decides who receives what.
 
 An outbox keeps one order for messages, answers to plans, rows that were taken back, and marks, which end when
-everything before them is out. It joins messages that follow each other, and says when it is full.
+everything before them is out. It joins messages that follow each other, and says when it is full. Answers to
+acknowledgements do not wait for it, so a row that is no longer in flight at its consumer does not leave it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from collections.abc import Awaitable, Collection, Sequence
 from typing import TypeAlias
 
 import numpy as np
+from pyroaring import BitMap64
 
 from daemon.call_values import Consumer, HandedOut, Nack, NackOutcome, Planned, TakenBack
 from daemon.core import limits
 from daemon.core.backlog.nack_tracker import FrozenNacks
-from daemon.core.index.position_keys import KeyedRows
+from daemon.core.index.position_keys import KeyedRows, Mask, bitmap_of, contained
 from daemon.core.key_shared import hash_slots
 from daemon.core.key_shared.key_consumers import Joining
 from daemon.core.key_shared.key_share import KeyShared
@@ -53,10 +55,12 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Plan:
-    """The answer to a plan. `sent` ends when it is out."""
+    """The answer to a plan. `new` is the mask of rows that were not planned before; `sent` ends when it is out."""
 
     request_id: int
+    rows: KeyedRows
     numbers: U32
+    new: Mask
     sent: asyncio.Future[None]
 
 
@@ -73,6 +77,8 @@ class KeySharedOutbox:
     def __init__(self) -> None:
         self.rows = 0
         self._items: collections.deque[Sent | Plan | Mark] = collections.deque()
+        # Positions dropped instead of sent: nothing is to be taken back of them
+        self._dropped = BitMap64()
         self._ended: Exception | None = None
 
     def __bool__(self) -> bool:
@@ -92,6 +98,8 @@ class KeySharedOutbox:
         self._add(rows, numbers, taken_back=True)
 
     def _add(self, rows: KeyedRows, numbers: U32, *, taken_back: bool) -> None:
+        if not self._items:
+            self._dropped.clear()
         last = self._items[-1] if self._items else None
         if isinstance(last, Sent) and last.taken_back == taken_back and last.count + len(rows) <= ROWS_MAX:
             last.rows.append(rows)
@@ -100,13 +108,13 @@ class KeySharedOutbox:
         else:
             self._items.append(Sent(taken_back, [rows], [numbers], len(rows)))
 
-    def plan(self, request_id: int, numbers: U32) -> asyncio.Future[None]:
+    def plan(self, request_id: int, rows: KeyedRows, numbers: U32, new: Mask) -> asyncio.Future[None]:
         """Add the answer to a plan; the future ends when it is out."""
         sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._ended is not None:
             sent.set_exception(self._ended)
         else:
-            self._items.append(Plan(request_id, numbers, sent))
+            self._items.append(Plan(request_id, rows, numbers, new, sent))
         return sent
 
     def mark(self) -> asyncio.Future[None]:
@@ -134,6 +142,19 @@ class KeySharedOutbox:
         else:
             raise InvariantViolated("a mark was taken as an item to send")
         return item
+
+    def drop(self, rows: KeyedRows, dropped: Mask) -> None:
+        """Note which rows of an item that was taken are dropped; the others are sent."""
+        if dropped.any():
+            self._dropped |= bitmap_of(rows.keys[dropped])
+        if self._dropped:
+            self._dropped -= bitmap_of(rows.keys[~dropped])
+
+    def were_sent(self, taken_back: KeyedRows) -> Mask:
+        """Return the mask of rows, taken back from consumers, that had been sent to them."""
+        dropped = contained(taken_back.keys, self._dropped)
+        self._dropped -= bitmap_of(taken_back.keys)
+        return ~dropped
 
     def end(self, error: Exception) -> None:
         """Drop all items; callers that wait for a plan get the error."""
@@ -226,7 +247,7 @@ class KeySharedStream(OpenStream):
         """Add permits, so that more rows may be sent to a consumer. Does nothing if it has left."""
         number = self._numbers.get(consumer_id)
         if number is not None and self._ended is None:
-            self._sharing.grant(self, number, permits)
+            self._sharing.grant(number, permits)
 
     # ---- messages that are not delayed
 
@@ -273,22 +294,38 @@ class KeySharedStream(OpenStream):
                 await self._change()
 
     def _take(self) -> Outgoing | None:
-        """Return the next outgoing item, or None if all of it was for consumers that left."""
+        """Return the next outgoing item, or None if nothing of it goes out any longer."""
         was_full = self.outbox.is_full
         item = self.outbox.take()
         if was_full and not self.outbox.is_full:
             self._sharing.set_full(self, is_full=False)
         if isinstance(item, Plan):
-            return Planned(self.epoch, item.request_id, self._consumer_ids_of(item.numbers))
+            held = self._still_held(item.rows, item.numbers, item.new)
+            numbers = np.where(held, item.numbers, np.uint32(0))
+            return Planned(self.epoch, item.request_id, self._consumer_ids_of(numbers))
         rows, numbers = item.columns()
+        goes = self.outbox.were_sent(rows) if item.taken_back else self._still_held(rows, numbers)
         consumer_ids = self._consumer_ids_of(numbers)
-        if not consumer_ids.all():
-            there = np.flatnonzero(consumer_ids)
-            rows, consumer_ids = rows.take(there), consumer_ids[there]
-        if not len(rows):
+        goes &= consumer_ids != 0
+        if not goes.any():
             return None
+        if not goes.all():
+            rows, consumer_ids = rows.take(goes), consumer_ids[goes]
         handed_out = dataclasses.replace(self._subscription.handed_out(rows), consumer_id=consumer_ids)
         return TakenBack(handed_out) if item.taken_back else handed_out
+
+    def _still_held(self, rows: KeyedRows, numbers: U32, with_permit: Mask | None = None) -> Mask:
+        """Return the mask of rows that are in flight at their consumers as they were when they were put in.
+
+        The others left since, by a decision that may be answered already, or were taken back: they are not sent, and
+        their consumers have the permits again. `with_permit` is the mask of rows that used one; None means all.
+        """
+        held = self.state.in_flight.are_held(rows, numbers)
+        dropped = ~held & (numbers != 0)
+        self.outbox.drop(rows, dropped)
+        if dropped.any():
+            self._sharing.grant_again(numbers[dropped if with_permit is None else dropped & with_permit])
+        return held
 
     def _consumer_ids_of(self, numbers: U32) -> U32:
         """Return the ids of consumers, 0 for those that have left."""
@@ -495,11 +532,17 @@ class SharingRounds:
         shared.key_shared.leave([number])
         self._ask(shared)
 
-    def grant(self, stream: KeySharedStream, number: int, permits: int) -> None:
+    def grant(self, number: int, permits: int) -> None:
         """Grant a consumer permits: this many more rows may be sent to it."""
         shared = self._open()
         shared.key_shared.grant(number, permits)
         self._ask(shared)
+
+    def grant_again(self, numbers: U32) -> None:
+        """Grant the permit of each row, given by its consumer, that was not sent. Consumers that left have none."""
+        for number, rows in zip(*(column.tolist() for column in np.unique(numbers, return_counts=True)), strict=True):
+            if self.has(number):
+                self.grant(number, rows)
 
     def set_full(self, stream: KeySharedStream, *, is_full: bool) -> None:
         """Set whether the stream accepts nothing more for now."""
@@ -523,10 +566,12 @@ class SharingRounds:
             raise Unavailable(f"topic {topic.core.name}: rows may not be delivered now; try again")
         shared = self._open()
         self._take_back(shared)
+        new = ~shared.key_shared.plans.are_planned(positions.ledger_id, positions.entry_id)
         numbers = topic.core.key_sharing.plan(
             state, stream.dispatcher, positions, elapsed_ms=self._environment.elapsed_ms()
         )
-        sent = stream.outbox.plan(request_id, numbers)
+        planned = KeyedRows(positions, shared.key_shared.planned.find(positions.ledger_id, positions.entry_id))
+        sent = stream.outbox.plan(request_id, planned, numbers, new)
         stream.notify()
         sent_rows = int(np.count_nonzero(numbers))
         self._environment.metrics.planned(topic.core.name, sent=sent_rows, held=len(numbers) - sent_rows)

@@ -78,6 +78,7 @@ class Daemon(Process):
         self._step_ms = 0
         self._asleep_s = 0.0
         self._latest_ms = 0
+        self.clock_steps = 0
         self.script = Script()
         self.decide: Decide = self.script
         self.store = FaultStore(fixture.store, self._decide)
@@ -194,6 +195,7 @@ class Daemon(Process):
 
     def step_clock(self, step_ms: int) -> None:
         """Its wall clock steps."""
+        self.clock_steps += 1
         self._latest_ms = self.latest_ms()
         self._step_ms += step_ms
 

@@ -1,16 +1,21 @@
-"""The order of a key's rows while some that are due are not read yet: each rule broken."""
+"""Rows that go to consumers by key: each rule broken of their order while some that are due are not read yet, and of
+what waits to be sent.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from daemon.core.decisions import feeding
 from daemon.core.decisions.key_shared_backlogs import KeySharedBacklogs
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.indexes import Indexes
+from daemon.core.index.position_keys import KeyedRows, Mask
+from daemon.topic.key_shared_streams import KeySharedStream
 from tests.planted.bug import Bug
 from tests.simulation.run import Directed
 
@@ -49,8 +54,20 @@ def a_backlog_is_read_beyond_what_is_not_passed(patch: pytest.MonkeyPatch) -> No
     patch.setattr(feeding, "catch_up", without_bound)
 
 
+# Rows are taken back and shared out again while their dispatcher has not read that, and acknowledges them.
+HANDED_BACK = Directed(nacks=0.5, chaos_s=40.0)
+
+
+def what_waits_to_be_sent_is_sent_though_it_has_left(patch: pytest.MonkeyPatch) -> None:
+    def all_held(self: KeySharedStream, rows: KeyedRows, *_: Any) -> Mask:
+        return np.ones(len(rows), np.bool_)
+
+    patch.setattr(KeySharedStream, "_still_held", all_held)
+
+
 BUGS = (
     Bug("key order", what_is_not_read_holds_up_nothing, UNREAD, seed=10),
     Bug("key order", rows_are_fed_beside_what_is_not_read, UNREAD, seed=10),
     Bug("key order", a_backlog_is_read_beyond_what_is_not_passed, UNREAD, seed=10),
+    Bug("hand-outs", what_waits_to_be_sent_is_sent_though_it_has_left, HANDED_BACK, seed=4),
 )

@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pyroaring import BitMap64
 
+from daemon.core.decisions.departures import Departure
+from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.decisions.topic_state import RedeliveryCut, TopicState
 from daemon.core.index.bucket import GoneSet
 from daemon.core.index.index import BucketBits
@@ -235,6 +238,25 @@ def replay_begins_at_the_manifest_and_not_above_the_checkpoint(patch: pytest.Mon
 # ---- subscriptions, policies, incarnation: the topic manifest
 
 
+def a_subscription_is_owed_what_was_passed_while_the_clock_was_ahead(patch: pytest.MonkeyPatch) -> None:
+    """After a crash: until then memory knows better."""
+    passed_before = TopicState.passed_before
+
+    def none(self: TopicState, state: SubscriptionState) -> Departure:
+        return dataclasses.replace(passed_before(self, state), waived=BitMap64())
+
+    patch.setattr(TopicState, "passed_before", none)
+
+
+def a_subscription_begins_with_what_was_passed_while_the_clock_was_ahead(patch: pytest.MonkeyPatch) -> None:
+    """What is added then waits for that time."""
+
+    def since(self: TopicState, now_ms: int) -> int:
+        return max(now_ms, self.indexes.passed_until_ms) if self.subscriptions else 0
+
+    patch.setattr(TopicState, "since_for_new_subscription", since)
+
+
 def subscriptions_are_not_committed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(topic_manifest.SetSubscriptions, "apply", lambda self, tip: tip)
 
@@ -287,5 +309,7 @@ BUGS = (
     Bug("journal", acknowledgements_are_not_journaled, seed=3),
     Bug("journal", replay_begins_at_the_manifest_and_not_above_the_checkpoint, seed=11),
     Bug("topic manifest", subscriptions_are_not_committed, seed=3),
+    Bug("entitlement", a_subscription_is_owed_what_was_passed_while_the_clock_was_ahead, seed=9),
+    Bug("entitlement", a_subscription_begins_with_what_was_passed_while_the_clock_was_ahead, seed=8),
     Bug("topic manifest", a_deleted_topic_keeps_its_incarnation, seed=22),
 )

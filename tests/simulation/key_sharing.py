@@ -57,13 +57,15 @@ def key_hashes(positions: Sequence[Position]) -> U32:
 @dataclasses.dataclass(slots=True, eq=False)
 class _Dispatcher:
     """A dispatcher on one stream. `consumers`: those that it has, by their ids; `hashes`: of what was received, by
-    row, since two of a position may differ; `counts`: of what it declares, as it was handed out.
+    row, since two of a position may differ; `counts`: of what it declares, as it was handed out. `unanswered`: negative
+    acknowledgements beside which it went on.
     """
 
     consumer_ids: Iterator[int] = dataclasses.field(default_factory=lambda: itertools.count(1))
     consumers: dict[int, OpenStream] = dataclasses.field(default_factory=dict)
     hashes: dict[Position, int] = dataclasses.field(default_factory=dict)
     counts: dict[Position, int] = dataclasses.field(default_factory=dict)
+    unanswered: list[asyncio.Future[bool]] = dataclasses.field(default_factory=list)
 
     def next_consumer(self, draw: random.Random) -> Consumer:
         number = next(self.consumer_ids)
@@ -191,26 +193,40 @@ class KeySharing:
             elif kind < 0.2 and dispatcher.consumers:
                 await self._clients.call(daemon, self._leave(draw, stream, dispatcher))
             for consumer_id, view in list(dispatcher.consumers.items()):
-                if not await self._go_on(draw, daemon, view, stream, share):
+                if not await self._go_on(draw, daemon, view, stream, share, dispatcher):
                     break
                 if draw.random() < 0.5:
                     stream.grant(draw.choice((1, 20, 1_000)), consumer_id)
             else:
                 continue
             break
+        await asyncio.gather(*dispatcher.unanswered)
         for view in dispatcher.consumers.values():
             view.close()
         if not daemon.dead:
             stream.close()
 
     async def _go_on(
-        self, draw: random.Random, daemon: Daemon, view: OpenStream, stream: KeySharedStream, share: float
+        self,
+        draw: random.Random,
+        daemon: Daemon,
+        view: OpenStream,
+        stream: KeySharedStream,
+        share: float,
+        dispatcher: _Dispatcher,
     ) -> bool:
-        """A consumer acknowledges, or has something back later; whether the dispatcher knows what became of it."""
+        """A consumer acknowledges, or has something back later; whether the dispatcher knows what became of it, as far
+        as it has waited for that.
+        """
         if not view.held or draw.random() < 0.3:
             return True
         if draw.random() < share:
-            return await self._nacking.some_of(draw, daemon, view, NAME, stream, parts=False)
+            nacking = asyncio.ensure_future(self._nacking.some_of(draw, daemon, view, NAME, stream, parts=False))
+            if draw.random() < 0.5:
+                # It is answered when what is taken back for it is sent.
+                dispatcher.unanswered.append(nacking)
+                return True
+            return await nacking
         claims = sorted(draw.sample(list(view.held.items()), draw.randrange(1, len(view.held) + 1)))
         sent = self._promises.sending_acknowledgement(view, claims)
         positions = held_positions(claims, sent.counts)
@@ -236,9 +252,16 @@ class KeySharing:
         await stream.remove_consumer(consumer_id)
 
     async def _take(self, stream: KeySharedStream, dispatcher: _Dispatcher) -> None:
-        """Runs in the daemon's process: what is handed out counts from that moment on."""
+        """Runs in the daemon's process: what is handed out counts from that moment on.
+
+        Some read slowly: what is on its way to them waits, while they go on with what they have.
+        """
+        reading = random.Random(f"{stream._topic.core.name} {stream.dispatcher} {stream.epoch} is read {self._seed}")
+        pause_s = reading.choice((0.0, 0.0, 1.0, 4.0))
         while True:
             try:
+                if pause_s:
+                    await asyncio.sleep(reading.random() * pause_s)
                 outgoing = await stream.next()
             except (TarryError, StreamClosed):
                 return

@@ -485,6 +485,8 @@ class Oracle:
                 continue
             # It was not owed the row that was rescheduled: that one came due before the subscription was created.
             never_owed = row.earliest_ms <= stored.since_ms
+            # Or it is due later, by a clock that was ahead.
+            never_owed |= row.slot <= stored.created_slot and row.deliver_at_ms <= self.latest_ms()
             if not never_owed and not any(positions(position[:2]) for positions in asked):
                 self._history.breach(
                     f"topic {topic.name}: {position} is waived and nobody trimmed it for {stored.name}"

@@ -15,6 +15,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from daemon.call_values import SubscriptionCreated
 from daemon.core.decisions.add_decisions import AddOutcome
 from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleOutcome
 from daemon.settings import RedeliverySettings
@@ -100,6 +101,18 @@ class Withdrawal:
     sent: Sent
     rows: Mapping[Position, Row]
     sent_ms: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Creation:
+    """A subscription that is being created. `clock_steps`: of the daemon when it was asked. `passed`: rows (position,
+    slot) that were handed out under `epoch` before.
+    """
+
+    sent: Sent
+    clock_steps: int
+    epoch: int
+    passed: frozenset[tuple[Position, int]]
 
 
 class Promises:
@@ -382,6 +395,39 @@ class Promises:
                 if topic.added[position] <= sent.slot:
                     self._done.add((stream.topic, position, topic.added[position], stream.subscription_id))
 
+    # ---- subscriptions
+
+    def sending_creation(self, daemon: Daemon, topic: str, shard: int) -> Creation:
+        served = daemon.shards.get(shard)
+        epoch = 0 if served is None else served.epoch
+        truth = self._oracle.topic(topic)
+        passed = frozenset(
+            (position, row.slot)
+            for position, row in truth.rows.items()
+            if not row.index and self._oracle.handed_out.get((topic, position, row.slot)) == epoch
+        )
+        return Creation(self.sending(daemon, topic), daemon.clock_steps, epoch, passed)
+
+    def creation_answered(self, asked: Creation, shard: int, created: SubscriptionCreated) -> None:
+        """It begins now by the clock, with what has not been passed."""
+        sent, daemon = asked.sent, asked.sent.daemon
+        self.check_confirmed(sent)
+        if not created.created:
+            return
+        number = created.subscription_id
+        if daemon.clock_steps == asked.clock_steps and created.since_ms > daemon.now_ms():
+            self._breach(sent, f"subscription {number} begins at {created.since_ms}, created by {daemon.now_ms()}")
+        served = daemon.shards.get(shard)
+        if served is None or served.epoch != asked.epoch or not created.since_ms:
+            return
+        for position, slot in sorted(asked.passed):
+            row = sent.topic.rows.get(position)
+            if row is not None and row.slot == slot and number in sent.topic.owes(row):
+                self._breach(
+                    sent,
+                    f"{position} of {row.deliver_at_ms} was handed out before subscription {number}, which is owed it",
+                )
+
     # ---- contents
 
     def sending(self, daemon: Daemon, topic: str) -> Sent:
@@ -458,7 +504,10 @@ class Promises:
         rows = [topic.rows[key] for key in keys if key in topic.rows]
         if not rows:
             self._breach(sent, f"{position} was answered to be due, and is nowhere")
-        elif all(row.slot <= sent.slot and row.deliver_at_ms > sent.daemon.latest_ms() for row in rows):
+        elif all(
+            row.slot <= sent.slot and row.deliver_at_ms > sent.daemon.latest_ms() and not row.nacked for row in rows
+        ):
+            # What is nacked was due by the clock of its time.
             self._breach(sent, f"{position} was answered to be due, and is so at {rows}")
 
     def _check_left(self, asked: Withdrawal, position: Position) -> None:

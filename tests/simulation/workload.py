@@ -52,6 +52,8 @@ DELAYS = ((-2_000, 1_000), (0, 2_500), (0, 2_500), (2_000, 12_000), (5_000, 60_0
 # So much of what is added, cancelled or rescheduled is for one subscription alone; so many topics share no index.
 FOR_ONE = 0.15
 COPIES = 0.2
+# By how much the clock is ahead before a subscription is created, ms.
+AHEAD_MS = (0, 0, 0, 700, 15_000, 60_000)
 # How many processes beside the daemons merge a topic's buckets.
 MERGERS = (0, 0, 1, 2)
 
@@ -290,17 +292,33 @@ class Clients:
 
     async def _change_subscriptions(self, topic: str, draw: random.Random) -> None:
         await asyncio.sleep(draw.random() * 2)
+        clocks = random.Random(f"clocks around {topic} {self._seed}")
         while not self.ended:
             daemon = await self.daemon(draw)
             if daemon is None:
                 continue
             name = draw.choice(("a", "a", "a", "b", "c"))
             if draw.random() < 0.7:
-                await self.call(daemon, daemon.engine.requests.create_subscription(topic, name))
+                await self._create(clocks, daemon, topic, name)
             else:
                 deleting = functools.partial(daemon.engine.requests.delete_subscription, topic, name)
                 await self.removing(daemon, Removal(topic, name), deleting)
             await asyncio.sleep(draw.random() * 6)
+
+    async def _create(self, clocks: random.Random, daemon: Daemon, topic: str, name: str) -> None:
+        """Now and then the clock was ahead for a while just before."""
+        ahead_ms = clocks.choice(AHEAD_MS)
+        if ahead_ms:
+            self._history.note(f"the clock of {daemon.name} is {ahead_ms} ms ahead for a while")
+            daemon.step_clock(ahead_ms)
+            await asyncio.sleep(clocks.random() * 2)
+            daemon.step_clock(-ahead_ms)
+        shard = names.shard_of(topic, self._cluster.machines.shards_total)
+        asked = self._promises.sending_creation(daemon, topic, shard)
+        created = await self.call(daemon, daemon.engine.requests.create_subscription(topic, name))
+        if created is not None:
+            self._history.note(f"{daemon.name} created {topic} {name}: {created}")
+            self._promises.creation_answered(asked, shard, created)
 
     async def removing(
         self, daemon: Daemon, removal: Removal, work: Callable[[], Coroutine[Any, Any, T]]

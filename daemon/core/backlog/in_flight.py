@@ -380,6 +380,21 @@ class InFlight:
             holders[here] = run.dispatcher[places[here]]
         return holders
 
+    def are_held(self, rows: KeyedRows, dispatchers: U32) -> Mask:
+        """Return the mask of deliveries that are in the table: the position with this time, count and dispatcher."""
+        whole = self._batches.get(int(rows.keys[0])) if len(rows) else None
+        if whole is not None and whole.alive is None and np.array_equal(whole.rows.keys, rows.keys):
+            return _are_same(whole.rows, whole.dispatchers, rows, dispatchers)
+        self._sort_all_in()
+        held = np.zeros(len(rows), np.bool_)
+        for run in self._runs:
+            places = np.searchsorted(run.rows.keys, rows.keys)
+            places[places == len(run.rows)] = 0
+            here = np.flatnonzero((run.rows.keys[places] == rows.keys) & run.alive[places])
+            places = places[here]
+            held[here] = _are_same(run.rows.take(places), run.dispatcher[places], rows.take(here), dispatchers[here])
+        return held
+
     def keys(self) -> BitMap64:
         """Return all positions of the table."""
         sorted_in = [bitmap_of(run.rows.keys[run.alive]) for run in self._runs]
@@ -452,6 +467,15 @@ def _found(run: _Run, keys: U64, deliver_at_ms: U64) -> tuple[Places, Places]:
         # If a key is named twice, the first one is used.
         hits = hits[firsts(keys[hits])]
     return hits, places[hits]
+
+
+def _are_same(rows: KeyedRows, holders: U32, delivered: KeyedRows, dispatchers: U32) -> Mask:
+    """Return the mask of rows that are these deliveries. Both have the same positions, in one order."""
+    same: Mask = rows.rows.deliver_at_ms == delivered.rows.deliver_at_ms
+    if rows.redelivery_count is not None or delivered.redelivery_count is not None:
+        same &= rows.counts() == delivered.counts()
+    same &= holders == dispatchers
+    return same
 
 
 def _merged(one: _Run, other: _Run) -> _Run:

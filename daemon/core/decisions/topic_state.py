@@ -427,8 +427,12 @@ class TopicState:
     # ---- subscriptions
 
     def since_for_new_subscription(self, now_ms: int) -> int:
-        """Return the `since_ms` of a subscription that is created now: everything passed is before it."""
-        return max(now_ms, self.indexes.passed_until_ms) if self.subscriptions else 0
+        """Return the `since_ms` of a subscription that is created now: the clock, or 0 if there is no other one.
+
+        Later, all adds are stored after it. So it is not the time of rows that were passed while the clock was ahead:
+        `passed_before` names these.
+        """
+        return now_ms if self.subscriptions else 0
 
     def begin_subscription(self, stored: Subscription) -> None:
         """Start counting passed rows for a subscription that is about to be in the topic's manifest.
@@ -451,6 +455,25 @@ class TopicState:
         self._coming = None
         self._serve(state)
         return state
+
+    def passed_before(self, state: SubscriptionState) -> Departure:
+        """Return the claims of a subscription that was just added to rows passed before, with later times.
+
+        They were passed while the clock was ahead. Until the departure is durable only memory knows them.
+        """
+        waived = BitMap64()
+        if self.indexes.passed_until_ms > state.stored.since_ms:
+            kept_from = (bucket.acknowledged.get(state.subscription_id) for bucket in self.index.buckets)
+            waived = BitMap64.union(BitMap64(), *[keys for keys in kept_from if keys])
+        return Departure(
+            self.topic_id,
+            self.incarnation,
+            self.index.pages,
+            BitMap64(),
+            GoneReason.NOT_OWED,
+            waived,
+            state.subscription_id,
+        )
 
     def _serve(self, state: SubscriptionState) -> None:
         self.subscriptions[state.subscription_id] = self._by_name[state.stored.name] = state

@@ -239,6 +239,41 @@ def test_a_topic_that_is_deleted_meanwhile_is_done(world: World) -> None:
     assert (summary.exit_status, summary.buckets_after) == (0, 0)
 
 
+def collected(topic: StoredTopic) -> None:
+    """It is deleted, and nothing of it is left."""
+    for entry in list(topic.store.list(names.topic_prefix(topic.shard, topic.topic_id))):
+        topic.store.delete(entry.key)
+
+
+@pytest.mark.parametrize("point", ["compaction.after_plan", "compaction.before_commit", "compaction.after_wave"])
+@pytest.mark.parametrize(("attempts", "status"), [(3, 0), (1, 75)])
+def test_a_topic_that_is_deleted_and_collected_meanwhile_is_a_conflict_and_no_error(
+    world: World, point: str, attempts: int, status: int
+) -> None:
+    topic, other = world.topic("deleted"), world.topic("other")
+    topic.add(range(1, 5))
+    other.add(range(1, 5))
+    with at(point, lambda: collected(topic)):
+        summary = world.compact(Options(attempts_max=attempts))
+    assert (summary.runs.committed, summary.exit_status) == (1, status)
+    assert not [result for result in summary.topic_results if result.error]
+
+
+def test_a_store_that_fails_for_a_topic_that_is_deleted_is_a_conflict_and_no_error(world: World) -> None:
+    topic = world.topic()
+    topic.add(range(1, 5))
+    deletion = DeleteTopic(slot=ShardSlot(topic.slot), epoch=topic.epoch, delete_after_ms=roots.NOW_MS)
+
+    def deleted() -> None:
+        topic.commit(deletion)
+        world.script.plan("head", Fault.FAIL_BEFORE, times=1)
+
+    with at("compaction.after_wave", deleted):
+        summary = world.compact(Options(attempts_max=1))
+    assert (summary.status, summary.exit_status) == (Status.CONFLICTS, 75)
+    assert only(summary, Outcome.REFUSED).reason == "the topic was deleted"
+
+
 def test_runs_that_are_refused_at_the_last_attempt_end_in_75(world: World) -> None:
     topic = world.topic()
     topic.add(range(1, 5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import time
@@ -13,7 +14,7 @@ import grpc
 import pytest
 
 from daemon import config, errors
-from daemon.grpc_services import row_answers
+from daemon.grpc_services import row_answers, subscribe
 from daemon.owner.engine import Engine
 from storage_backends.formats.manifest import SubscriptionPolicy
 from storage_backends.memory_store import MemoryStore
@@ -245,6 +246,72 @@ async def test_what_is_known_of_acknowledgements_comes_before_the_end(
     with pytest.raises(grpc.aio.AioRpcError) as ended:
         await stream.receive()
     assert ended.value.code() is code
+
+
+class _Caller:
+    """A caller that takes its next answer when the test says so."""
+
+    def __init__(self) -> None:
+        self.requests: asyncio.Queue[bytes] = asyncio.Queue()
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.writing = False
+        self.received: list[pb.SubscribeResponse] = []
+
+    def send(self, **request: Any) -> None:
+        self.requests.put_nowait(pb.SubscribeRequest(**request).SerializeToString())
+
+    async def read(self) -> bytes:
+        return await self.requests.get()
+
+    async def write(self, message: bytes) -> None:
+        self.writing = True
+        await self.reads.wait()
+        self.writing = False
+        self.received.append(pb.SubscribeResponse.FromString(message))
+
+    def check_topic(self, topic: str) -> None:
+        """It may use all."""
+
+
+@pytest.mark.parametrize("kind", [SHARED, pb.SubscriptionType.SUBSCRIPTION_TYPE_KEY_SHARED])
+async def test_a_row_does_not_come_after_the_answer_to_its_acknowledgement(
+    engine: Engine, settings: config.Config, kind: Any
+) -> None:
+    """It was delivered before, on a stream that broke, and is delivered again while an answer is being written."""
+    async with serving(engine, settings) as edge:
+        await add(edge, (1, 1, 1))
+        broken, _ = await opened(edge, permits=1)
+        await broken.receive()
+        broken.call.cancel()
+        await until(lambda: not edge.streams())
+        caller, by_key = _Caller(), kind != SHARED
+        running = asyncio.create_task(subscribe.serve(engine, settings, caller))
+        consumers = [pb.Consumer(consumer_id=1, name="c")] if by_key else []
+        caller.send(open=pb.Open(topic="t", subscription="s", type=kind, consumers=consumers))
+        await until(lambda: len(caller.received) == 1)
+        caller.reads.clear()
+        caller.requests.put_nowait(acknowledge(1, (9, 9, 9)).SerializeToString())
+        await until(lambda: caller.writing)
+        caller.send(flow=pb.Flow(permits=1, consumer_id=1 if by_key else 0))
+        await until(lambda: len(edge.state().in_flight) == 1)
+        await settled()
+        caller.requests.put_nowait(acknowledge(2, (1, 1, 1)).SerializeToString())
+        await until(lambda: edge.state().backlog == 0)
+        await settled()
+        caller.reads.set()
+        await until(lambda: len(caller.received) == 4)
+        assert [each.WhichOneof("response") for each in caller.received] == ["opened", "done", "messages", "done"]
+        assert [each.done.ignored for each in caller.received if each.HasField("done")] == [1, 0]
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+async def settled() -> None:
+    """What can go on without the caller has."""
+    for _ in range(100):
+        await asyncio.sleep(0)
 
 
 async def test_a_stream_names_the_ranges_that_need_a_rebuild_when_it_opens(edge: Edge, store: MemoryStore) -> None:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from daemon.core.decisions.add_decisions import AddBatch
+from daemon.core.decisions.topic_state import TopicState
 from daemon.metrics import Metrics
 from daemon.runtime.clocks import ClockWatch
-from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
+from tests._support.fault_places import JOURNAL
 from tests.daemon._support.calling import create, entries_of, get, stats
 
 NEVER_SEALED = ()
@@ -148,6 +150,105 @@ async def test_a_subscription_that_is_created_after_a_step_back_starts_with_what
     assert {row[1] for row in second.rows} == {*range(5, 12)}
     assert len(second.rows) == 7
     assert len(first.rows) == 12
+
+
+HOUR_MS = 3_600_000
+
+
+async def delivered_while_the_clock_was_ahead(one: Daemon) -> Receiver:
+    """Rows 0 to 9 of ledger 1, to subscription first; then the clock is right again."""
+    first = await one.receiver("t", "first")
+    one.step_clock(HOUR_MS)
+    await one.add("t", 1, range(10), delay_ms=HOUR_MS)
+    await first.received(10)
+    one.step_clock(-HOUR_MS)
+    return first
+
+
+@PLACES
+async def test_after_a_clock_that_was_ahead_a_new_subscription_holds_no_row_up(
+    machines: EngineFixture, settings: tuple[str, ...]
+) -> None:
+    one = await machines.served_by("one", *settings)
+    first = await delivered_while_the_clock_was_ahead(one)
+    created = await create(one, "second")
+    assert created.since_ms <= one.now_ms()
+    second = await one.receiver("t", "second")
+    started_s = machines.loop.time()
+    outcome = await one.add("t", 2, range(5), delay_ms=2_000)
+    assert outcome.raised_index.tolist() == []
+    await first.received(15)
+    await second.received(5)
+    assert machines.loop.time() - started_s <= 2.1
+    await asyncio.sleep(2 * HOUR_MS / 1_000)
+    assert (len(first.rows), second.positions) == (15, {(2, entry) for entry in range(5)})
+
+
+@PLACES
+async def test_what_a_clock_that_was_ahead_has_passed_is_kept_from_a_new_subscription_also_after_a_crash(
+    machines: EngineFixture, settings: tuple[str, ...]
+) -> None:
+    one = await machines.served_by("one", *settings)
+    first = await delivered_while_the_clock_was_ahead(one)
+    assert await first.acknowledge(first.rows[:4]) == 0
+    await create(one, "second")
+    one.kill()
+    two = await machines.served_by("one", *settings)
+    await two.add("t", 2, range(5), delay_ms=2_000)
+    first, second = await two.receiver("t", "first"), await two.receiver("t", "second")
+    await first.received(5)
+    assert {row[0] for row in first.rows} == {2}, "the others are due in an hour again"
+    await first.received(11, timeout_s=2 * HOUR_MS / 1_000)
+    assert [row[1] for row in first.rows[5:]] == list(range(4, 10))
+    await asyncio.sleep(HOUR_MS / 1_000)
+    assert second.positions == {(2, entry) for entry in range(5)}
+    assert await first.acknowledge(first.rows) == 0
+    assert await second.acknowledge(second.rows) == 0
+    assert two.topic("t").core.indexes.present_rows == 0
+
+
+async def test_a_subscription_whose_creation_is_repeated_is_kept_from_the_same_rows(machines: EngineFixture) -> None:
+    """The first caller leaves before what it is kept from is durable."""
+    one = await machines.served_by("one")
+    await delivered_while_the_clock_was_ahead(one)
+    held = one.pause("put_if_absent", JOURNAL)
+    creating = one.call(one.engine.requests.create_subscription("t", "second"))
+    await held.reached()
+    creating.cancel()
+    again = one.call(one.engine.requests.create_subscription("t", "second"))
+    await asyncio.sleep(1)
+    assert not again.done()
+    held.release()
+    assert not (await again).created
+    one.kill()
+    two = await machines.served_by("one")
+    second = await two.receiver("t", "second")
+    await asyncio.sleep(2 * HOUR_MS / 1_000)
+    assert second.rows == []
+
+
+async def test_a_stored_subscription_that_was_created_by_a_clock_that_was_ahead_is_served(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was written once: adds are raised to its time, for every subscription."""
+    one = await machines.served_by("one")
+    await delivered_while_the_clock_was_ahead(one)
+    far_ms = one.now_ms() + HOUR_MS
+    monkeypatch.setattr(TopicState, "since_for_new_subscription", lambda self, now_ms: far_ms)
+    assert (await create(one, "second")).since_ms == far_ms
+    monkeypatch.undo()
+    one.kill()
+    two = await machines.served_by("one")
+    assert (await create(two, "third")).since_ms == two.now_ms()
+    first, second = await two.receiver("t", "first"), await two.receiver("t", "second")
+    third = await two.receiver("t", "third")
+    outcome = await two.add("t", 2, [1], delay_ms=1_000)
+    assert outcome.raised_deliver_at_ms.tolist() == [far_ms + 1]
+    await second.received(1, timeout_s=2 * HOUR_MS / 1_000)
+    await first.received(11)
+    await third.received(11)
+    await asyncio.sleep(HOUR_MS / 1_000)
+    assert (len(first.rows), second.positions, len(third.rows)) == (11, {(2, 1)}, 11)
 
 
 async def test_slewing_is_no_step(machines: EngineFixture) -> None:

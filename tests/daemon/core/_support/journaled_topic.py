@@ -243,7 +243,11 @@ class JournaledTopic:
         self.core.begin_subscription(stored)
         meanwhile()
         self._set_subscriptions((*self.tip.subscriptions, stored), number)
-        return self.core.add_subscription()
+        state = self.core.add_subscription()
+        for records in self.core.passed_before(state).slots():
+            self.commit_together(records)
+        self.commit()
+        return state
 
     def pass_due(self, limit: int) -> int:
         passed = self.core.pass_due(self.now_ms, limit)

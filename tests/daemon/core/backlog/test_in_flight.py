@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -131,6 +133,22 @@ def check(steps: list[tuple[str, object, int]]) -> None:
         holders_of = [by for _, by in expected.values()]
         assert [table.held_rows(number) for number in (1, 2, 3)] == [holders_of.count(number) for number in (1, 2, 3)]
         assert keys_of(table.keys()).tolist() == sorted(expected)
+        for delivered in handed_out[-3:]:
+            claims = list(zip(delivered.keys.tolist(), delivered.rows.deliver_at_ms.tolist(), strict=True))
+            for number in (1, 2, 3):
+                still = table.are_held(delivered, np.full(len(delivered), number, np.uint32))
+                assert still.tolist() == [expected.get(key) == (time, number) for key, time in claims]
         for asked in (range(31), range(0, 31, 2), ()):
             assert set(table.among(BitMap64(asked))) == expected.keys() & set(asked)
         assert table.first_due_ms() == min((time for time, _ in expected.values()), default=None)
+
+
+def test_a_delivery_is_held_with_its_count_and_no_other() -> None:
+    table, one = InFlight(), np.ones(2, np.uint32)
+    again = dataclasses.replace(rows_of([4, 5], [7, 7]), redelivery_count=np.array([0, 2], np.uint32))
+    table.add(again, 1)
+    assert table.are_held(again, one).tolist() == [True, True]
+    assert table.are_held(rows_of([4, 5], [7, 7]), one).tolist() == [True, False]
+    table.take(np.array([4], np.uint64), np.array([7], np.uint64))
+    assert table.are_held(again, one).tolist() == [False, True]
+    assert table.are_held(KeyedRows.empty(), np.empty(0, np.uint32)).tolist() == []

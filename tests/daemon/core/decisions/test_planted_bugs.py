@@ -212,6 +212,24 @@ def a_subscription_is_created_before_what_has_been_passed(patch: pytest.MonkeyPa
     )
 
 
+def a_subscription_is_created_after_what_has_been_passed(patch: pytest.MonkeyPatch) -> None:
+    """Also after what was passed while the clock was ahead: whatever is added is raised to that time."""
+    patch.setattr(
+        TopicState,
+        "since_for_new_subscription",
+        lambda self, now_ms: max(now_ms, self.indexes.passed_until_ms) if self.subscriptions else 0,
+    )
+
+
+def what_was_passed_ahead_of_a_subscription_is_not_durable(patch: pytest.MonkeyPatch) -> None:
+    passed_before = TopicState.passed_before
+    patch.setattr(
+        TopicState,
+        "passed_before",
+        lambda self, state: dataclasses.replace(passed_before(self, state), waived=BitMap64()),
+    )
+
+
 def claims_of_a_deleted_subscription_stay(patch: pytest.MonkeyPatch) -> None:
     gone_with = TopicState.gone_with_subscription
     patch.setattr(
@@ -272,6 +290,8 @@ BY_ANY_ORDER: tuple[Plant, ...] = (
     gone_positions_are_gone_from_later_buckets,
     pages_of_staged_rows_leave_with_their_bucket,
     a_subscription_is_created_before_what_has_been_passed,
+    a_subscription_is_created_after_what_has_been_passed,
+    what_was_passed_ahead_of_a_subscription_is_not_durable,
     claims_of_a_deleted_subscription_stay,
     the_last_segment_of_a_bucket_is_not_read,
     one_acknowledgement_is_enough_for_all,

@@ -346,10 +346,31 @@ def test_a_later_subscription_starts_with_what_is_pending_also_after_the_clock_s
     topic.pass_all()
     topic.now_ms -= 500
     state = topic.create_subscription()
-    assert (state.stored.since_ms, state.backlog) == (NOW_MS, 0)
+    assert (state.stored.since_ms, state.backlog) == (NOW_MS - 500, 0)
     topic.now_ms += 600
     assert handed(topic, opened(topic, 2)) == [(NOW_MS + 9, *Q)]
     assert state.backlog == 1
+    topic.crash_and_recover()
+    topic.pass_all()
+    assert [each.backlog for each in topic.core.subscriptions.values()] == [2, 1], "also after a crash"
+    assert handed(topic, opened(topic, 2)) == [(NOW_MS + 9, *Q)]
+
+
+def test_a_row_that_is_added_after_the_clock_was_set_back_keeps_its_time_whoever_is_created() -> None:
+    topic = with_subscriptions(1)
+    topic.now_ms += 3_600_000
+    topic.add([P], topic.now_ms)
+    topic.pass_all()
+    topic.now_ms -= 3_600_000
+    state = topic.create_subscription()
+    outcome = topic.add([Q, R], [NOW_MS - 7, NOW_MS + 5])
+    assert outcome.raised_deliver_at_ms.tolist() == [NOW_MS + 1]
+    topic.now_ms += 5
+    topic.pass_all()
+    for number in (1, 2):
+        rows = handed(topic, opened(topic, number))
+        assert [row for row in rows if row[1:] != P] == [(NOW_MS + 1, *Q), (NOW_MS + 5, *R)]
+    assert state.backlog == 2
 
 
 def test_what_comes_due_while_a_subscription_is_being_created_is_owed_to_it() -> None:
