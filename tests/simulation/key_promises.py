@@ -62,6 +62,9 @@ class KeyPromises:
         row, policy = topic.rows.get(position), topic.subscriptions.get(number)
         if row is None or policy is None or self._promises.is_stale(consumer) or is_part(position):
             return
+        if consumer.reads_late:
+            # What was on its way to a consumer that left goes first, and nobody saw it.
+            return
         in_any_order = policy.policy.key_shared is None or policy.policy.key_shared.allow_out_of_order_delivery
         again = self._had.get((consumer.topic, number, position, row.slot)) == consumer.epoch
         if in_any_order or again or number in row.nacked or (number, position[:2]) in topic.redeliveries.died:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 # The subscription, and in so many runs of a topic it is there.
 NAME = "k"
 SHARE = 0.4
+# In so many of these runs its dispatchers read late.
+LATE_SHARE = 0.4
 # Keys are few, so that their rows meet; a position is always of the same one.
 KEYS = 6
 POLICIES = tuple(
@@ -95,6 +97,9 @@ class KeySharing:
 
     def is_there(self, topic: str) -> bool:
         return random.Random(f"shared by key is {topic} {self._seed}").random() < SHARE
+
+    def _read_late(self, topic: str) -> bool:
+        return random.Random(f"late readers of {topic} {self._seed}").random() < LATE_SHARE
 
     def clients(self, topic: str) -> Mapping[str, Any]:
         """By name, work of a topic that takes a random generator."""
@@ -168,13 +173,13 @@ class KeySharing:
                 self._keys.has(view, position, dispatcher.hashes[position])
         return stream
 
-    @staticmethod
     def _joined(
-        daemon: Daemon, topic: str, stream: KeySharedStream, dispatcher: _Dispatcher, consumer: Consumer
+        self, daemon: Daemon, topic: str, stream: KeySharedStream, dispatcher: _Dispatcher, consumer: Consumer
     ) -> OpenStream:
         shard = names.shard_of(topic, daemon.engine._shards_total)
         number = stream.state.subscription_id
         view = dispatcher.consumers[consumer.consumer_id] = OpenStream(daemon, topic, shard, number, stream.epoch)
+        view.reads_late = self._read_late(topic)
         return view
 
     async def _listen(
@@ -222,7 +227,7 @@ class KeySharing:
             return True
         if draw.random() < share:
             nacking = asyncio.ensure_future(self._nacking.some_of(draw, daemon, view, NAME, stream, parts=False))
-            if draw.random() < 0.5:
+            if view.reads_late and draw.random() < 0.5:
                 # It is answered when what is taken back for it is sent.
                 dispatcher.unanswered.append(nacking)
                 return True
@@ -254,10 +259,11 @@ class KeySharing:
     async def _take(self, stream: KeySharedStream, dispatcher: _Dispatcher) -> None:
         """Runs in the daemon's process: what is handed out counts from that moment on.
 
-        Some read slowly: what is on its way to them waits, while they go on with what they have.
+        Those of some topics read slowly: what is on its way to them waits, while they go on with what they have.
         """
-        reading = random.Random(f"{stream._topic.core.name} {stream.dispatcher} {stream.epoch} is read {self._seed}")
-        pause_s = reading.choice((0.0, 0.0, 1.0, 4.0))
+        topic = stream._topic.core.name
+        reading = random.Random(f"{topic} {stream.dispatcher} {stream.epoch} is read {self._seed}")
+        pause_s = reading.choice((0.0, 1.0, 4.0)) if self._read_late(topic) else 0.0
         while True:
             try:
                 if pause_s:
@@ -293,7 +299,8 @@ class KeySharing:
                 for row in _rows_of(position, number):
                     if view.held.get(row) == deliver_at_ms:
                         view.held.pop(row)
-                        view.handed_out.pop(row, None)
+                    # Also when its acknowledgement is under way, which is ignored.
+                    view.handed_out.pop(row, None)
 
     def _consumer_ids(self, rows: HandedOut) -> list[int]:
         if rows.consumer_id is None:
