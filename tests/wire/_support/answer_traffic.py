@@ -1,0 +1,541 @@
+"""Callers of every call that changes something, at both daemons of a root, who note each answer by identity.
+
+Owns: who asks what, by which way: directly, one request at one daemon, which waits itself for a former owner; through
+the library at each address, every attempt noted; on streams, and in lanes. Does not own: the verdict (`answers`).
+
+What has no answer, or is refused, is asked again by half; the rest is left for the look at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import queue
+import random
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple, Self, TypeVar
+
+import tarry
+from tarry import columns, errors
+from tarry.v1 import dispatch_pb2
+from tests._support.delivery_history import DeliveryHistory
+from tests.wire._support import traffic
+from tests.wire._support.answers import (
+    ALREADY_DUE,
+    DUPLICATE,
+    IGNORED,
+    NO_STREAM,
+    NOT_FOUND,
+    OK,
+    UNKNOWN,
+    Answers,
+    Asked,
+    Identity,
+    What,
+)
+from tests.wire._support.traffic import now_ms
+
+T = TypeVar("T")
+Told = Collection[str]
+
+STREAMED = "answers"
+LANES = ("lane-0", "lane-1")
+TOPICS = (STREAMED, *LANES)
+SUBSCRIPTION = "all"
+# Registers of names: subscriptions of one topic, and topics of their own
+SUBSCRIPTIONS, NAMES = "subscriptions", "topics"
+FAR_MS = 3_600_000
+SOON_MS = 1_500
+ROWS_MAX = 5
+# Longer than a former owner may act: a request that waits for its end is not refused at once.
+WAITS_S = 60.0
+IMPATIENT_S = 4.0
+# Longer than it takes until the answer with leased rows is read
+LEASE_MS = 5_000
+PAUSE_S = 0.08
+
+_ledgers = itertools.count(1)
+_streams = itertools.count(NO_STREAM + 1)
+
+
+class Delivery(NamedTuple):
+    topic: str
+    ledger: int
+    entry: int
+    due_ms: int
+    redeliveries: int
+
+    @property
+    def position(self) -> Identity:
+        return self.topic, self.ledger, self.entry
+
+
+def _deliveries(topic: str, rows: dispatch_pb2.Messages | tarry.Batch) -> list[Delivery]:
+    named = rows.ledger_id, rows.entry_id, rows.deliver_at_ms
+    counts = rows.redelivery_count if len(rows.redelivery_count) else [0] * len(rows.entry_id)
+    return [Delivery(topic, *map(int, row)) for row in zip(*named, counts, strict=True)]
+
+
+def _named(deliveries: Sequence[Delivery]) -> columns.Positions:
+    return columns.positions(
+        [each.ledger for each in deliveries],
+        [each.entry for each in deliveries],
+        [each.due_ms for each in deliveries],
+        None,
+        [each.redeliveries for each in deliveries],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _NotedAttempts(tarry.RetryPolicy):
+    """Calls `failed` with the failure of each attempt."""
+
+    failed: Callable[[tarry.TarryError], None] = lambda error: None
+
+    def delay_s(self, error: tarry.TarryError, attempt: int) -> float:
+        self.failed(error)
+        return super().delay_s(error, attempt)
+
+
+class Asker:
+    """One caller's client. With `is_direct` it asks its daemon once, else the library repeats and finds the owner."""
+
+    def __init__(self, address: str, answers: Answers, *, is_direct: bool) -> None:
+        self.answers = answers
+        self.via = f"{'a direct call' if is_direct else 'the library'} at {address}"
+        self._asked: tuple[Sequence[Identity], Sequence[Asked], Sequence[int]] | None = None
+        self._is_direct = is_direct
+        policy = _NotedAttempts(failed=self._failed)
+        self.client = tarry.Client(address, retry_policy=policy, timeout_s=WAITS_S)
+        if is_direct:
+            # The library says that it waits for a former owner itself, and then no daemon does.
+            self.client._connections._metadata = ()
+
+    def ask(
+        self,
+        positions: Sequence[Identity],
+        asked: Sequence[Asked],
+        call: Callable[[tarry.Client], T],
+        read: Callable[[T], Sequence[Told]],
+    ) -> bool:
+        """Ask once, and note what each position was told; return whether it was answered."""
+        self._asked = positions, asked, self.answers.asked(positions, asked)
+        told: Sequence[Told]
+        try:
+            told = read(call(self.client))
+        except errors.NotFound:
+            if asked[0].what is not What.DELETE:
+                raise
+            told = [[NOT_FOUND]]
+        except tarry.TarryError as error:
+            self._note(error)
+            return False
+        self.answers.told(positions, self._asked[2], told)
+        return True
+
+    def without_rows(self, call: Callable[[tarry.Client], T]) -> T | None:
+        """Ask for what changes no position; return None if it is not answered."""
+        self._asked = None
+        try:
+            return call(self.client)
+        except tarry.TarryError as error:
+            if not (errors.is_retryable(error) or isinstance(error, errors.DeadlineExceeded)):
+                raise
+            return None
+
+    def _failed(self, error: tarry.TarryError) -> None:
+        if self._is_direct:
+            raise error
+        if self._asked is not None:
+            self._note(error)
+            positions, asked, _ = self._asked
+            self._asked = positions, asked, self.answers.asked(positions, asked)
+
+    def _note(self, error: tarry.TarryError) -> None:
+        assert self._asked is not None
+        positions, _, numbers = self._asked
+        self.answers.failed(positions, numbers, error)
+
+
+class Worker(threading.Thread):
+    """Asks until it is stopped."""
+
+    def __init__(self, asker: Asker, rng: random.Random, inbox: queue.SimpleQueue[Delivery]) -> None:
+        super().__init__(name=f"{type(self).__name__} by {asker.via}", daemon=True)
+        self.asker = asker
+        self.rng = rng
+        self.inbox = inbox
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        try:
+            while not self.stopping.wait(self.rng.uniform(0, PAUSE_S)):
+                self.step()
+        except Exception as failure:
+            self.asker.answers.breach(f"{self.name} failed: {failure!r}")
+            raise
+
+    def step(self) -> None:
+        """Ask for one thing."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End what it has open."""
+        self.asker.client.close()
+
+    def ask(
+        self,
+        positions: Sequence[Identity],
+        asked: Sequence[Asked],
+        call: Callable[[tarry.Client, float], T],
+        read: Callable[[T], Sequence[Told]],
+    ) -> None:
+        """Ask for changes of these positions."""
+        self.patiently(lambda timeout_s: self.asker.ask(positions, asked, lambda client: call(client, timeout_s), read))
+
+    def patiently(self, once: Callable[[float], bool]) -> None:
+        """Ask, mostly with patience; by half again until it is answered."""
+        timeout_s = IMPATIENT_S if self.rng.random() < 0.2 else WAITS_S
+        while not once(timeout_s):
+            if self.rng.random() < 0.5 or self.stopping.wait(PAUSE_S):
+                return
+
+    def asked(self, what: What, due_ms: int = 0, count: int = 0, delay_ms: int = 0) -> Asked:
+        return Asked(what, self.asker.via, due_ms, count, delay_ms)
+
+
+class Producer(Worker):
+    """Adds rows that are due soon and others; cancels, reschedules, trims and adds again some of them."""
+
+    def step(self) -> None:
+        topic, ledger, entries = self.rng.choice(TOPICS), next(_ledgers), range(self.rng.randint(1, ROWS_MAX))
+        positions = [(topic, ledger, entry) for entry in entries]
+        kind = self.rng.random()
+        if kind < 0.1:
+            self._nack_of_log(positions)
+            return
+        is_far = kind < 0.5
+        due_ms = now_ms() + (FAR_MS if is_far else self.rng.randint(0, SOON_MS))
+        self._add(positions, due_ms)
+        after = self.rng.random()
+        if after < (0.3 if is_far else 0.1):
+            asked = [self.asked(What.CANCEL)] * len(positions)
+            self.ask(positions, asked, lambda c, s: c.cancel(topic, ledger, entries, timeout_s=s), _withdrawn)
+        elif after < (0.6 if is_far else 0.2):
+            again_ms = now_ms() + self.rng.randint(0, SOON_MS)
+            self.ask(
+                positions,
+                [self.asked(What.RESCHEDULE, again_ms)] * len(positions),
+                lambda c, s: c.reschedule(topic, ledger, entries, deliver_at_ms=again_ms, timeout_s=s),
+                _withdrawn,
+            )
+        elif is_far and after < 0.8:
+            self.patiently(lambda timeout_s: trim(self.asker, topic, ledger, entries, timeout_s))
+        elif is_far and after < 0.9:
+            self._add(positions, due_ms + 1)
+
+    def _add(self, positions: Sequence[Identity], due_ms: int) -> None:
+        topic, ledger, _ = positions[0]
+        self.ask(
+            positions,
+            [self.asked(What.ADD, due_ms)] * len(positions),
+            lambda c, s: c.add(topic, ledger, range(len(positions)), deliver_at_ms=due_ms, timeout_s=s),
+            lambda added: _added(added, len(positions)),
+        )
+
+    def _nack_of_log(self, positions: Sequence[Identity]) -> None:
+        given = _named([Delivery(*position, 0, 0) for position in positions])
+        delay_ms = self.rng.randint(100, SOON_MS)
+        self.ask(
+            positions,
+            [self.asked(What.NACK, delay_ms=delay_ms)] * len(positions),
+            lambda c, s: c.nack(positions[0][0], SUBSCRIPTION, given, delay_ms=delay_ms, timeout_s=s),
+            lambda nacked: _ignored(nacked.ignored),
+        )
+
+
+class Settler(Worker):
+    """Acknowledges what others received, positively and negatively, by single calls; rejects some, and leaves some."""
+
+    def step(self) -> None:
+        taken: list[Delivery] = []
+        with contextlib.suppress(queue.Empty):
+            while len(taken) < ROWS_MAX:
+                taken.append(self.inbox.get(timeout=PAUSE_S))
+        for topic in TOPICS:
+            if rows := [each for each in taken if each.topic == topic]:
+                self._settle(topic, rows)
+
+    def _settle(self, topic: str, rows: Sequence[Delivery]) -> None:
+        positions, given = [each.position for each in rows], _named(rows)
+        kind = self.rng.random()
+        if kind < 0.65:
+            asked = [self.asked(What.ACK, each.due_ms, each.redeliveries) for each in rows]
+            self.ask(positions, asked, lambda c, s: c.ack(topic, SUBSCRIPTION, given, timeout_s=s), _ignored)
+        elif kind < 0.85:
+            delay_ms = self.rng.randint(100, SOON_MS)
+            self.ask(
+                positions,
+                [self.asked(What.NACK, each.due_ms, each.redeliveries, delay_ms) for each in rows],
+                lambda c, s: c.nack(topic, SUBSCRIPTION, given, delay_ms=delay_ms, timeout_s=s),
+                lambda nacked: _ignored(nacked.ignored),
+            )
+        elif kind < 0.92:
+            self.ask(
+                positions,
+                [self.asked(What.REJECT, each.due_ms, each.redeliveries) for each in rows],
+                lambda c, s: c.reject(topic, SUBSCRIPTION, given, "no gate", timeout_s=s),
+                lambda nacked: _ignored(nacked.ignored),
+            )
+
+
+class Leaser(Worker):
+    """Leases rows for the settlers, extends some leases and ends others."""
+
+    def step(self) -> None:
+        topic = self.rng.choice(TOPICS)
+        leased = self.asker.without_rows(
+            lambda c: c.get(topic, SUBSCRIPTION, max_rows=20, lease_ms=LEASE_MS, wait_ms=300, timeout_s=IMPATIENT_S)
+        )
+        if not leased or not self.asker.answers.reached(topic, leased.epoch):
+            return
+        rows = _deliveries(topic, leased)
+        self.asker.answers.came(next(_streams), ((each.position, *each[3:]) for each in rows), at_ms=now_ms())
+        if self.rng.random() < 0.3:
+            lease_ms = self.rng.choice((0, LEASE_MS))
+            self.asker.without_rows(lambda c: c.extend_lease(topic, SUBSCRIPTION, leased, lease_ms, timeout_s=WAITS_S))
+            if not lease_ms:
+                return
+        for each in rows:
+            self.inbox.put(each)
+
+
+class Registrar(Worker):
+    """Creates subscriptions and topics, and deletes most of them."""
+
+    def step(self) -> None:
+        number = next(_ledgers)
+        register = self.rng.choice((SUBSCRIPTIONS, NAMES))
+        position, name = [(register, number, 0)], f"{register}-{number}"
+        if register == SUBSCRIPTIONS:
+            self.ask(
+                position,
+                [self.asked(What.ADD)],
+                lambda c, s: c.create_subscription(SUBSCRIPTIONS, name, timeout_s=s),
+                lambda made: [[OK if made.created else DUPLICATE]],
+            )
+        else:
+            self.ask(
+                position,
+                [self.asked(What.ADD)],
+                lambda c, s: c.add(name, 1, [0], delay_ms=FAR_MS, timeout_s=s),
+                lambda added: _added(added, 1),
+            )
+        if self.rng.random() < 0.8:
+            self.patiently(lambda timeout_s: delete(self.asker, register, number, timeout_s))
+
+
+def trim(asker: Asker, topic: str, ledger: int, entries: Sequence[int], timeout_s: float = WAITS_S) -> bool:
+    """Trim these entries, all that the ledger has; return whether that was answered."""
+    return asker.ask(
+        [(topic, ledger, entry) for entry in entries],
+        [Asked(What.TRIM, asker.via)] * len(entries),
+        lambda client: client.trim(topic, ledger, max(entries), timeout_s=timeout_s),
+        lambda _: [[OK]] * len(entries),
+    )
+
+
+def delete(asker: Asker, register: str, number: int, timeout_s: float = WAITS_S) -> bool:
+    """Delete a subscription or topic of a register; return whether that was answered."""
+    name = f"{register}-{number}"
+
+    def counted(client: tarry.Client) -> int | None:
+        if register == SUBSCRIPTIONS:
+            return client.delete_subscription(SUBSCRIPTIONS, name, timeout_s=timeout_s).dead_letters
+        return client.delete_topic(name, timeout_s=timeout_s).rows
+
+    # The library has no count where an earlier attempt may have deleted it.
+    return asker.ask(
+        [(register, number, 0)],
+        [Asked(What.DELETE, asker.via)],
+        counted,
+        lambda count: [[OK] if count is not None else [OK, NOT_FOUND]],
+    )
+
+
+def _added(added: tarry.AddResult, rows: int) -> list[Told]:
+    told = [each for each, number in ((OK, added.accepted), (DUPLICATE, added.duplicates)) if number]
+    return [told] * rows
+
+
+def _withdrawn(answer: tarry.Cancelled | tarry.Rescheduled) -> list[Told]:
+    moved = answer.cancelled if isinstance(answer, tarry.Cancelled) else answer.rescheduled
+    left = {int(row): NOT_FOUND for row in answer.not_found_index}
+    left |= {int(row): ALREADY_DUE for index in (answer.already_due_index, answer.in_flight_index) for row in index}
+    return [[left.get(row, OK)] for row in range(moved + len(left))]
+
+
+def _ignored(ignored: tarry.Ignored) -> list[Told]:
+    left = {int(row) for row in ignored.index}
+    return [[IGNORED if row in left else OK] for row in range(ignored.rows)]
+
+
+class StreamSettler(traffic.Receiver):
+    """Receives on a stream at one daemon, settles a part there and leaves the rest to the settlers."""
+
+    # A standby has more important work than to refuse streams.
+    PAUSE_S = 0.25
+
+    def __init__(self, address: str, answers: Answers, history: DeliveryHistory, rng: random.Random) -> None:
+        super().__init__(address, STREAMED, history, rng=rng, subscription=SUBSCRIPTION)
+        self._answers = answers
+        self.inbox: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        self._via = f"a stream at {address}"
+        self._asked: dict[int, tuple[list[Identity], list[int]]] = {}
+
+    def _read(
+        self,
+        responses: Iterator[dispatch_pb2.SubscribeResponse],
+        requests: queue.SimpleQueue[dispatch_pb2.SubscribeRequest | None],
+    ) -> None:
+        try:
+            super()._read(responses, requests)
+        finally:
+            for positions, numbers in self._asked.values():
+                self._answers.told(positions, numbers, [[UNKNOWN]] * len(positions))
+            self._asked.clear()
+
+    def _take(
+        self,
+        stream: int,
+        messages: dispatch_pb2.Messages,
+        requests: queue.SimpleQueue[dispatch_pb2.SubscribeRequest | None],
+    ) -> None:
+        rows = _deliveries(self.topic, messages)
+        requests.put(dispatch_pb2.SubscribeRequest(flow=dispatch_pb2.Flow(permits=len(rows))))
+        if not self._answers.reached(self.topic, messages.epoch):
+            return
+        # Numbers of other streams are positive.
+        self._answers.came(-1 - stream, ((each.position, *each[3:]) for each in rows), at_ms=now_ms())
+        here = [each for each in rows if self._rng.random() < 0.5]
+        for each in rows:
+            if each not in here and self._rng.random() < 0.9:
+                self.inbox.put(each)
+        cut = len(here) // 4
+        self._settle_here(What.NACK, here[:cut], requests)
+        self._settle_here(What.ACK, here[cut:], requests)
+
+    def _settle_here(
+        self,
+        what: What,
+        rows: Sequence[Delivery],
+        requests: queue.SimpleQueue[dispatch_pb2.SubscribeRequest | None],
+    ) -> None:
+        if not rows:
+            return
+        request_id, delay_ms = next(self._request_ids), self._rng.randint(100, SOON_MS)
+        positions = [each.position for each in rows]
+        asked = [Asked(what, self._via, each.due_ms, each.redeliveries, delay_ms) for each in rows]
+        self._asked[request_id] = positions, self._answers.asked(positions, asked)
+        request = dispatch_pb2.SubscribeRequest()
+        settling = request.acknowledge if what is What.ACK else request.negative_acknowledge
+        settling.request_id = request_id
+        settling.ledger_id.extend(each.ledger for each in rows)
+        settling.entry_id.extend(each.entry for each in rows)
+        settling.deliver_at_ms.extend(each.due_ms for each in rows)
+        settling.redelivery_count.extend(each.redeliveries for each in rows)
+        if what is What.NACK:
+            request.negative_acknowledge.delay_ms.append(delay_ms)
+        requests.put(request)
+
+    def _settle(self, done: dispatch_pb2.Done) -> None:
+        positions, numbers = self._asked.pop(done.request_id)
+        if done.HasField("error"):
+            self._answers.failed(positions, numbers, errors.from_status(done.error))
+        else:
+            self._answers.reached(self.topic, done.epoch)
+            told = [[IGNORED if row in done.ignored_index else OK] for row in range(len(positions))]
+            self._answers.told(positions, numbers, told)
+
+
+class LaneSettler(Worker):
+    """Receives one topic through the library, in a lane of its client's stream, and settles it there."""
+
+    def __init__(self, asker: Asker, rng: random.Random, topic: str, *, nacked_share: float) -> None:
+        super().__init__(asker, rng, queue.SimpleQueue())
+        self._topic = topic
+        self._nacked_share = nacked_share
+        self._subscription = asker.client.subscribe(topic, SUBSCRIPTION, timeout_s=traffic.PATIENCE_S)
+
+    def step(self) -> None:
+        batch = self._subscription.receive(PAUSE_S)
+        if batch is None:
+            return
+        if not self.asker.answers.reached(self._topic, batch.epoch):
+            self._subscription.release(batch)
+            return
+        rows = _deliveries(self._topic, batch)
+        self.asker.answers.came(NO_STREAM, ((each.position, *each[3:]) for each in rows), at_ms=batch.received_at_ms)
+        positions = [each.position for each in rows]
+        delay_ms = self.rng.randint(100, SOON_MS)
+        is_nack = self.rng.random() < self._nacked_share
+        what, via = What.NACK if is_nack else What.ACK, f"a lane of {self.asker.via}"
+        asked = [Asked(what, via, each.due_ms, each.redeliveries, delay_ms, is_repeated=True) for each in rows]
+        numbers = self.asker.answers.asked(positions, asked)
+        if is_nack:
+            nacking = self._subscription.nack(batch, delay_ms=delay_ms)
+            nacking.add_done_callback(lambda done: self._told(positions, numbers, lambda: done.result().ignored))
+        else:
+            acking = self._subscription.ack(batch)
+            acking.add_done_callback(lambda done: self._told(positions, numbers, done.result))
+
+    def close(self) -> None:
+        try:
+            self._subscription.flush(traffic.PATIENCE_S)
+        finally:
+            self._subscription.close()
+
+    def _told(self, positions: Sequence[Identity], numbers: Sequence[int], answer: Callable[[], tarry.Ignored]) -> None:
+        try:
+            told = _ignored(answer())
+        except tarry.TarryError as error:
+            self.asker.answers.failed(positions, numbers, error)
+        else:
+            self.asker.answers.told(positions, numbers, told)
+
+
+class AnswerTraffic:
+    """All callers at these daemons, while the block runs; its end waits for their answers."""
+
+    def __init__(
+        self, addresses: Sequence[str], answers: Answers, history: DeliveryHistory, rng: random.Random
+    ) -> None:
+        self._streams = [StreamSettler(address, answers, history, random.Random(rng.random())) for address in addresses]
+        self._workers: list[Worker] = []
+        self._lanes = [Asker(address, answers, is_direct=False) for address in addresses]
+        for stream, lanes, address in zip(self._streams, self._lanes, addresses, strict=True):
+            for kind in (Producer, Settler, Settler, Settler, Leaser, Registrar):
+                for is_direct in (False, True):
+                    asker = Asker(address, answers, is_direct=is_direct)
+                    self._workers.append(kind(asker, random.Random(rng.random()), stream.inbox))
+            self._workers += [LaneSettler(lanes, random.Random(rng.random()), each, nacked_share=0.2) for each in LANES]
+
+    def __enter__(self) -> Self:
+        for stream in self._streams:
+            stream.__enter__()
+        for worker in self._workers:
+            worker.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self._workers:
+            worker.stopping.set()
+        for worker in self._workers:
+            worker.join(traffic.PATIENCE_S)
+            worker.close()
+        for stream in self._streams:
+            stream.stop()
+        for lanes in self._lanes:
+            lanes.client.close()
