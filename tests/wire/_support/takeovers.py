@@ -10,6 +10,7 @@ after which the rest is received and acknowledged.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import random
 import sys
@@ -18,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
 
 import tarry
@@ -25,9 +27,10 @@ from examples import processes
 from tests._support import patience
 from tests._support.delivery_history import DeliveryHistory
 from tests._support.processes import Daemons
-from tests.wire._support import answer_traffic, traffic
+from tests.wire._support import answer_traffic, key_traffic, traffic
 from tests.wire._support.answer_traffic import NAMES, SUBSCRIPTION, SUBSCRIPTIONS, TOPICS
 from tests.wire._support.answers import Answers, Identity
+from tests.wire._support.key_history import KeyHistory
 from tests.wire._support.pair import SETTINGS, Pair
 
 LOAD = "load"
@@ -35,7 +38,8 @@ LOAD = "load"
 HEARTBEAT_S = 0.5
 # Callers go on for so long before and after what befalls the daemons, and between two takeovers.
 UNDER_LOAD_S = 1.0
-LOG_CHARACTERS = 4_000
+# Rows of keys, added in as much time as most faults take
+KEYED_ROWS, KEYED_BATCH, KEYED_PAUSE_S = 800, 10, 0.1
 
 
 class Takeovers(Pair):
@@ -54,6 +58,7 @@ class Takeovers(Pair):
         for topic in (*TOPICS, LOAD):
             traffic.create_subscription(self.pair[0].address, topic, SUBSCRIPTION)
         traffic.create_subscription(self.pair[0].address, SUBSCRIPTIONS, "first")
+        asyncio.run(key_traffic.create_subscription(self.pair[0].address))
         for daemon in self.pair:
             stack.enter_context(
                 traffic.Receiver(daemon.address, LOAD, self.history, rng=random.Random(seed), subscription=SUBSCRIPTION)
@@ -74,11 +79,13 @@ class Takeovers(Pair):
             timeout_s=3.0,
         )
         callers = answer_traffic.AnswerTraffic(addresses, self.answers, self.history, self._rng)
-        with sender, callers:
+        with futures.ThreadPoolExecutor(1) as thread, sender, callers:
+            keys = thread.submit(asyncio.run, self._share_keys(addresses))
             wait(UNDER_LOAD_S)
             fault(self)
             wait(UNDER_LOAD_S)
             sender.finish()
+            keyed = keys.result(traffic.PATIENCE_S)
         self.history.wait_for(lambda: self.history.missing == 0, traffic.PATIENCE_S, "every answered row comes")
         owner, _ = self.owner_and_other()
         with tarry.Client(owner.address, timeout_s=traffic.PATIENCE_S) as client:
@@ -88,7 +95,32 @@ class Takeovers(Pair):
                 self._drain(client, owner.address)
                 self._look(client)
                 breaches = self.answers.judge()
-        return [*breaches, *self.history.breaches()]
+        return [*breaches, *keyed, *self.history.breaches()]
+
+    async def _share_keys(self, addresses: Sequence[str]) -> list[str]:
+        """Give keys to the consumers of two dispatchers until all is acknowledged; return the breaches."""
+        first_ledger = 10_000 * self.rounds.total()
+        delays, added, planned = key_traffic.rows_of(
+            self._rng, added=KEYED_ROWS, planned=KEYED_ROWS // 2, first_ledger=first_ledger
+        )
+        history = KeyHistory([*added, *planned])
+        adder = key_traffic.Adder(addresses, history, delays)
+        dispatchers = [
+            key_traffic.Dispatcher(name, addresses, history, consumers=2, planned=log, seed=first_ledger)
+            for name, log in (("planning", planned), ("other", []))
+        ]
+        batches = [added[first : first + KEYED_BATCH] for first in range(0, len(added), KEYED_BATCH)]
+        working = (adder.run(batches, KEYED_PAUSE_S), *(dispatcher.run() for dispatcher in dispatchers))
+        running = [asyncio.ensure_future(work) for work in working]
+        try:
+            await key_traffic.reached(lambda: history.all_acknowledged, running, history)
+        except AssertionError:
+            return history.breaches
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        return []
 
     # ---- what is left
 
