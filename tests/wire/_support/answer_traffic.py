@@ -257,7 +257,7 @@ class Producer(Worker):
 
 
 class Settler(Worker):
-    """Acknowledges what others received, positively and negatively, by single calls; rejects some, and leaves some."""
+    """Acknowledges what others received, positively and negatively, by single calls; rejects and leaves some."""
 
     def step(self) -> None:
         taken: list[Delivery] = []
@@ -282,13 +282,24 @@ class Settler(Worker):
                 lambda c, s: c.nack(topic, SUBSCRIPTION, given, delay_ms=delay_ms, timeout_s=s),
                 lambda nacked: _ignored(nacked.ignored),
             )
-        elif kind < 0.92:
+        elif kind < 0.95:
             self.ask(
                 positions,
                 [self.asked(What.REJECT, each.due_ms, each.redeliveries) for each in rows],
                 lambda c, s: c.reject(topic, SUBSCRIPTION, given, "no gate", timeout_s=s),
                 lambda nacked: _ignored(nacked.ignored),
             )
+            if self.rng.random() < 0.5:
+                self._purge(topic, rows[0].ledger)
+
+    def _purge(self, topic: str, ledger: int) -> None:
+        which = tarry.DeadLetterFilter(ledgers=(ledger, ledger))
+        self.ask(
+            [(topic, ledger, entry) for entry in range(ROWS_MAX)],
+            [self.asked(What.PURGE)] * ROWS_MAX,
+            lambda c, s: c.purge_dead_letters(topic, SUBSCRIPTION, which, timeout_s=s),
+            lambda _: [[OK]] * ROWS_MAX,
+        )
 
 
 class Leaser(Worker):
@@ -506,6 +517,11 @@ class LaneSettler(Worker):
             self.asker.answers.told(positions, numbers, told)
 
 
+# Callers at each daemon: a direct call may wait for a former owner, and its caller with it.
+REPEATING: Sequence[type[Worker]] = (Producer, Settler, Settler, Leaser, Registrar)
+DIRECT: Sequence[type[Worker]] = (*[Producer] * 3, *[Settler] * 6, Leaser, *[Registrar] * 2)
+
+
 class AnswerTraffic:
     """All callers at these daemons, while the block runs; its end waits for their answers."""
 
@@ -516,8 +532,8 @@ class AnswerTraffic:
         self._workers: list[Worker] = []
         self._lanes = [Asker(address, answers, is_direct=False) for address in addresses]
         for stream, lanes, address in zip(self._streams, self._lanes, addresses, strict=True):
-            for kind in (Producer, Settler, Settler, Settler, Leaser, Registrar):
-                for is_direct in (False, True):
+            for is_direct, kinds in ((False, REPEATING), (True, DIRECT)):
+                for kind in kinds:
                     asker = Asker(address, answers, is_direct=is_direct)
                     self._workers.append(kind(asker, random.Random(rng.random()), stream.inbox))
             self._workers += [LaneSettler(lanes, random.Random(rng.random()), each, nacked_share=0.2) for each in LANES]

@@ -40,6 +40,7 @@ class What(enum.Enum):
     ACK = "ack"
     NACK = "nack"
     REJECT = "reject"
+    PURGE = "purge"
     TRIM = "trim"
     DELETE = "delete"
 
@@ -144,6 +145,8 @@ def landings(asked: Asked, sent_ms: int, world: World, until_ms: int) -> Iterato
             yield (OK, again) if not world.is_there and not asked.due_ms else (IGNORED, world)
         case What.REJECT:
             yield (OK, world.gone(dead=1)) if is_meant and asked.count >= world.redeliveries else (IGNORED, world)
+        case What.PURGE:
+            yield OK, world._replace(dead=0)
         case What.TRIM:
             yield OK, world.gone()
         case What.DELETE:

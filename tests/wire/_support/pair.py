@@ -50,14 +50,14 @@ class Pair:
         return serving[0], next(daemon for daemon in self.pair if daemon is not serving[0])
 
     def epoch_at(self, daemon: processes.DaemonProcess) -> int:
-        """The lowest of all topics; a topic that is being loaded is waited for."""
+        """The lowest of all topics; one that is being loaded, or that it does not own yet, is waited for."""
         epochs: list[int] = []
 
         def look() -> bool:
             try:
                 epochs[:] = [traffic.stats(daemon.address, topic).epoch for topic in self._topics]
             except grpc.RpcError as error:
-                if traffic.code_of(error) is not grpc.StatusCode.UNAVAILABLE:
+                if traffic.code_of(error) not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.FAILED_PRECONDITION):
                     raise
                 return False
             return True

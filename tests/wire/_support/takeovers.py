@@ -54,6 +54,8 @@ class Takeovers(Pair):
         self.history = DeliveryHistory()
         self.rounds: Counter[str] = Counter()
         self._rng = random.Random(seed)
+        for daemon in self.pair:
+            stack.callback(daemon.kill)
         self.start()
         for topic in (*TOPICS, LOAD):
             traffic.create_subscription(self.pair[0].address, topic, SUBSCRIPTION)
@@ -279,7 +281,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     with tempfile.TemporaryDirectory(prefix="takeovers-") as folder, contextlib.ExitStack() as stack:
         daemons = Daemons(Path(folder))
-        stack.callback(daemons.end)
         stories = {
             form: Takeovers(daemons, Path(folder), form, stack, options.seed)
             for form in dict.fromkeys(f for f, _ in turns)
@@ -298,6 +299,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for form, story in stories.items():
             say(f"{form}: {dict(story.rounds)}; {story.history.describe()}")
             say(*(f"{story.answers.counts[name]:>9} {name}" for name in sorted(story.answers.counts)))
+        if known:
+            daemons.end()
     return 1 if known else 0
 
 
