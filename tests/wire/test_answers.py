@@ -40,7 +40,7 @@ class Story:
         self, what: What, told: str | None, due_ms: int = DUE_MS, count: int = 0, delay_ms: int = 0
     ) -> Callable[[str], None]:
         """A request and its answer; None: it is given later, to what is returned."""
-        numbers = self.answers.asked([ROW], [Asked(what, "a call", due_ms, count, delay_ms)])
+        numbers = self.answers.asked([ROW], [Asked(what, due_ms, count, delay_ms)], "a call")
 
         def answer(told: str) -> None:
             self.answers.told([ROW], numbers, [[told]])
@@ -200,8 +200,8 @@ def test_a_withdrawal_says_what_is_true(what: What) -> None:
 def test_what_nobody_sent_and_what_no_daemon_may_say_are_breaches() -> None:
     answers = Answers()
     answers.came(STREAM, [(ROW, DUE_MS, 0)], at_ms=now_ms())
-    numbers = answers.asked([("topic", 2, 0)], [Asked(What.ADD, "a call")])
-    answers.failed([("topic", 2, 0)], numbers, errors.Internal("a bug"))
+    numbers = answers.asked([("topic", 2, 0)], [Asked(What.ADD)], "a call")
+    answers.told([("topic", 2, 0)], numbers, errors.Internal("a bug"))
     assert len(answers.judge()) == 2
 
 
@@ -218,7 +218,7 @@ def test_what_nobody_sent_and_what_no_daemon_may_say_are_breaches() -> None:
 )
 def test_a_refusal_says_that_nothing_was_changed(error: tarry.TarryError, may_land: bool) -> None:
     answers = Answers()
-    answers.failed([ROW], answers.asked([ROW], [Asked(What.ADD, "a call", DUE_MS)]), error)
+    answers.told([ROW], answers.asked([ROW], [Asked(What.ADD, DUE_MS)], "a call"), error)
     answers.seen({ROW: (DUE_MS, 0)}, Counter())
     assert bool(answers.judge()) is not may_land
 

@@ -15,7 +15,7 @@ import queue
 import random
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import tarry
 from tarry import columns, errors
@@ -78,14 +78,139 @@ def _deliveries(topic: str, rows: dispatch_pb2.Messages | tarry.Batch) -> list[D
     return [Delivery(topic, *map(int, row)) for row in zip(*named, counts, strict=True)]
 
 
-def _named(deliveries: Sequence[Delivery]) -> columns.Positions:
-    return columns.positions(
-        [each.ledger for each in deliveries],
-        [each.entry for each in deliveries],
-        [each.due_ms for each in deliveries],
-        None,
-        [each.redeliveries for each in deliveries],
+# ---- requests
+
+
+@dataclasses.dataclass(frozen=True)
+class Request(Generic[T]):
+    """What is asked of each position, how with a time-out (seconds), and what the answer says of each."""
+
+    positions: Sequence[Identity]
+    asked: Sequence[Asked]
+    call: Callable[[tarry.Client, float], T]
+    read: Callable[[T], Sequence[Told]]
+
+
+def add(topic: str, ledger: int, rows: int, due_ms: int) -> Request[Any]:
+    return Request(
+        _entries(topic, ledger, rows),
+        [Asked(What.ADD, due_ms)] * rows,
+        lambda client, s: client.add(topic, ledger, range(rows), deliver_at_ms=due_ms, timeout_s=s),
+        _added,
     )
+
+
+def cancel(topic: str, ledger: int, rows: int) -> Request[Any]:
+    return Request(
+        _entries(topic, ledger, rows),
+        [Asked(What.CANCEL)] * rows,
+        lambda client, s: client.cancel(topic, ledger, range(rows), timeout_s=s),
+        lambda answer: _withdrawn(answer, answer.cancelled),
+    )
+
+
+def reschedule(topic: str, ledger: int, rows: int, due_ms: int) -> Request[Any]:
+    return Request(
+        _entries(topic, ledger, rows),
+        [Asked(What.RESCHEDULE, due_ms)] * rows,
+        lambda client, s: client.reschedule(topic, ledger, range(rows), deliver_at_ms=due_ms, timeout_s=s),
+        lambda answer: _withdrawn(answer, answer.rescheduled),
+    )
+
+
+def trim(topic: str, ledger: int) -> Request[Any]:
+    """Trim a ledger, of which no entry is at a consumer."""
+    return Request(
+        _entries(topic, ledger, ROWS_MAX),
+        [Asked(What.TRIM)] * ROWS_MAX,
+        lambda client, s: client.trim(topic, ledger, ROWS_MAX, timeout_s=s),
+        lambda _: [[OK]] * ROWS_MAX,
+    )
+
+
+def settle(what: What, rows: Sequence[Delivery], delay_ms: int = 0) -> Request[Any]:
+    """Acknowledge, negatively acknowledge or reject rows of one topic."""
+    ledgers, entries, times, counts = ([row[at] for row in rows] for at in range(1, 5))
+    given = columns.positions(ledgers, entries, times, None, counts)
+
+    def call(client: tarry.Client, timeout_s: float) -> tarry.Ignored:
+        of_subscription = rows[0].topic, SUBSCRIPTION, given
+        if what is What.ACK:
+            return client.ack(*of_subscription, timeout_s=timeout_s)
+        if what is What.NACK:
+            return client.nack(*of_subscription, delay_ms=delay_ms, timeout_s=timeout_s).ignored
+        return client.reject(*of_subscription, "no gate", timeout_s=timeout_s).ignored
+
+    return Request([row.position for row in rows], _settling(what, rows, delay_ms), call, _ignored)
+
+
+def purge(topic: str, ledger: int) -> Request[Any]:
+    """Forget the dead letters of a ledger."""
+    which = tarry.DeadLetterFilter(ledgers=(ledger, ledger))
+    return Request(
+        _entries(topic, ledger, ROWS_MAX),
+        [Asked(What.PURGE)] * ROWS_MAX,
+        lambda client, s: client.purge_dead_letters(topic, SUBSCRIPTION, which, timeout_s=s),
+        lambda _: [[OK]] * ROWS_MAX,
+    )
+
+
+def create(register: str, number: int) -> Request[Any]:
+    """Create a subscription or a topic."""
+    position, asked, name = _entries(register, number, 1), [Asked(What.ADD)], f"{register}-{number}"
+    if register == SUBSCRIPTIONS:
+        return Request(
+            position,
+            asked,
+            lambda client, s: client.create_subscription(SUBSCRIPTIONS, name, timeout_s=s),
+            lambda made: [[OK if made.created else DUPLICATE]],
+        )
+    return Request(position, asked, lambda client, s: client.add(name, 1, [0], delay_ms=FAR_MS, timeout_s=s), _added)
+
+
+def delete(register: str, number: int) -> Request[Any]:
+    """Delete a subscription or a topic."""
+    name = f"{register}-{number}"
+
+    def counted(client: tarry.Client, timeout_s: float) -> int | None:
+        if register == SUBSCRIPTIONS:
+            return client.delete_subscription(SUBSCRIPTIONS, name, timeout_s=timeout_s).dead_letters
+        return client.delete_topic(name, timeout_s=timeout_s).rows
+
+    # The library has no count where an earlier attempt may have deleted it.
+    return Request(
+        _entries(register, number, 1),
+        [Asked(What.DELETE)],
+        counted,
+        lambda count: [[OK] if count is not None else [OK, NOT_FOUND]],
+    )
+
+
+def _entries(topic: str, ledger: int, rows: int) -> list[Identity]:
+    return [(topic, ledger, entry) for entry in range(rows)]
+
+
+def _settling(what: What, rows: Sequence[Delivery], delay_ms: int, *, is_repeated: bool = False) -> list[Asked]:
+    return [Asked(what, row.due_ms, row.redeliveries, delay_ms, is_repeated) for row in rows]
+
+
+def _added(added: tarry.AddResult) -> list[Told]:
+    told = [each for each, number in ((OK, added.accepted), (DUPLICATE, added.duplicates)) if number]
+    return [told] * (added.accepted + added.duplicates)
+
+
+def _withdrawn(answer: tarry.Cancelled | tarry.Rescheduled, moved: int) -> list[Told]:
+    left = {int(row): NOT_FOUND for row in answer.not_found_index}
+    left |= {int(row): ALREADY_DUE for index in (answer.already_due_index, answer.in_flight_index) for row in index}
+    return [[left.get(row, OK)] for row in range(moved + len(left))]
+
+
+def _ignored(ignored: tarry.Ignored) -> list[Told]:
+    left = {int(row) for row in ignored.index}
+    return [[IGNORED if row in left else OK] for row in range(ignored.rows)]
+
+
+# ---- callers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,39 +230,32 @@ class Asker:
     def __init__(self, address: str, answers: Answers, *, is_direct: bool) -> None:
         self.answers = answers
         self.via = f"{'a direct call' if is_direct else 'the library'} at {address}"
-        self._asked: tuple[Sequence[Identity], Sequence[Asked], Sequence[int]] | None = None
         self._is_direct = is_direct
-        policy = _NotedAttempts(failed=self._failed)
-        self.client = tarry.Client(address, retry_policy=policy, timeout_s=WAITS_S)
+        # What is asked, and its number for each position
+        self._asking: tuple[Request[Any], Sequence[int]] | None = None
+        self.client = tarry.Client(address, retry_policy=_NotedAttempts(failed=self._failed), timeout_s=WAITS_S)
         if is_direct:
             # The library says that it waits for a former owner itself, and then no daemon does.
             self.client._connections._metadata = ()
 
-    def ask(
-        self,
-        positions: Sequence[Identity],
-        asked: Sequence[Asked],
-        call: Callable[[tarry.Client], T],
-        read: Callable[[T], Sequence[Told]],
-    ) -> bool:
+    def ask(self, request: Request[Any], timeout_s: float = WAITS_S) -> bool:
         """Ask once, and note what each position was told; return whether it was answered."""
-        self._asked = positions, asked, self.answers.asked(positions, asked)
+        self._begin(request)
         told: Sequence[Told]
         try:
-            told = read(call(self.client))
+            told = request.read(request.call(self.client, timeout_s))
         except errors.NotFound:
-            if asked[0].what is not What.DELETE:
+            if request.asked[0].what is not What.DELETE:
                 raise
             told = [[NOT_FOUND]]
         except tarry.TarryError as error:
-            self._note(error)
+            self._end(error)
             return False
-        self.answers.told(positions, self._asked[2], told)
+        self._end(told)
         return True
 
     def without_rows(self, call: Callable[[tarry.Client], T]) -> T | None:
         """Ask for what changes no position; return None if it is not answered."""
-        self._asked = None
         try:
             return call(self.client)
         except tarry.TarryError as error:
@@ -145,18 +263,21 @@ class Asker:
                 raise
             return None
 
+    def _begin(self, request: Request[Any]) -> None:
+        self._asking = request, self.answers.asked(request.positions, request.asked, self.via)
+
+    def _end(self, answer: Sequence[Told] | tarry.TarryError) -> None:
+        assert self._asking is not None
+        (request, numbers), self._asking = self._asking, None
+        self.answers.told(request.positions, numbers, answer)
+
     def _failed(self, error: tarry.TarryError) -> None:
         if self._is_direct:
             raise error
-        if self._asked is not None:
-            self._note(error)
-            positions, asked, _ = self._asked
-            self._asked = positions, asked, self.answers.asked(positions, asked)
-
-    def _note(self, error: tarry.TarryError) -> None:
-        assert self._asked is not None
-        positions, _, numbers = self._asked
-        self.answers.failed(positions, numbers, error)
+        if self._asking is not None:
+            request, _ = self._asking
+            self._end(error)
+            self._begin(request)
 
 
 class Worker(threading.Thread):
@@ -185,75 +306,39 @@ class Worker(threading.Thread):
         """End what it has open."""
         self.asker.client.close()
 
-    def ask(
-        self,
-        positions: Sequence[Identity],
-        asked: Sequence[Asked],
-        call: Callable[[tarry.Client, float], T],
-        read: Callable[[T], Sequence[Told]],
-    ) -> None:
-        """Ask for changes of these positions."""
-        self.patiently(lambda timeout_s: self.asker.ask(positions, asked, lambda client: call(client, timeout_s), read))
-
-    def patiently(self, once: Callable[[float], bool]) -> None:
+    def ask(self, request: Request[Any]) -> None:
         """Ask, mostly with patience; by half again until it is answered."""
         timeout_s = IMPATIENT_S if self.rng.random() < 0.2 else WAITS_S
-        while not once(timeout_s):
+        while not self.asker.ask(request, timeout_s):
             if self.rng.random() < 0.5 or self.stopping.wait(PAUSE_S):
                 return
 
-    def asked(self, what: What, due_ms: int = 0, count: int = 0, delay_ms: int = 0) -> Asked:
-        return Asked(what, self.asker.via, due_ms, count, delay_ms)
+    def soon_ms(self) -> int:
+        return self.rng.randint(0, SOON_MS)
 
 
 class Producer(Worker):
     """Adds rows that are due soon and others; cancels, reschedules, trims and adds again some of them."""
 
     def step(self) -> None:
-        topic, ledger, entries = self.rng.choice(TOPICS), next(_ledgers), range(self.rng.randint(1, ROWS_MAX))
-        positions = [(topic, ledger, entry) for entry in entries]
-        kind = self.rng.random()
+        topic, ledger, rows = self.rng.choice(TOPICS), next(_ledgers), self.rng.randint(1, ROWS_MAX)
+        kind, after = self.rng.random(), self.rng.random()
         if kind < 0.1:
-            self._nack_of_log(positions)
+            # The log has positions that Tarry never had.
+            of_log = [Delivery(topic, ledger, entry, 0, 0) for entry in range(rows)]
+            self.ask(settle(What.NACK, of_log, self.soon_ms()))
             return
         is_far = kind < 0.5
-        due_ms = now_ms() + (FAR_MS if is_far else self.rng.randint(0, SOON_MS))
-        self._add(positions, due_ms)
-        after = self.rng.random()
+        due_ms = now_ms() + (FAR_MS if is_far else self.soon_ms())
+        self.ask(add(topic, ledger, rows, due_ms))
         if after < (0.3 if is_far else 0.1):
-            asked = [self.asked(What.CANCEL)] * len(positions)
-            self.ask(positions, asked, lambda c, s: c.cancel(topic, ledger, entries, timeout_s=s), _withdrawn)
+            self.ask(cancel(topic, ledger, rows))
         elif after < (0.6 if is_far else 0.2):
-            again_ms = now_ms() + self.rng.randint(0, SOON_MS)
-            self.ask(
-                positions,
-                [self.asked(What.RESCHEDULE, again_ms)] * len(positions),
-                lambda c, s: c.reschedule(topic, ledger, entries, deliver_at_ms=again_ms, timeout_s=s),
-                _withdrawn,
-            )
+            self.ask(reschedule(topic, ledger, rows, now_ms() + self.soon_ms()))
         elif is_far and after < 0.8:
-            self.patiently(lambda timeout_s: trim(self.asker, topic, ledger, entries, timeout_s))
+            self.ask(trim(topic, ledger))
         elif is_far and after < 0.9:
-            self._add(positions, due_ms + 1)
-
-    def _add(self, positions: Sequence[Identity], due_ms: int) -> None:
-        topic, ledger, _ = positions[0]
-        self.ask(
-            positions,
-            [self.asked(What.ADD, due_ms)] * len(positions),
-            lambda c, s: c.add(topic, ledger, range(len(positions)), deliver_at_ms=due_ms, timeout_s=s),
-            lambda added: _added(added, len(positions)),
-        )
-
-    def _nack_of_log(self, positions: Sequence[Identity]) -> None:
-        given = _named([Delivery(*position, 0, 0) for position in positions])
-        delay_ms = self.rng.randint(100, SOON_MS)
-        self.ask(
-            positions,
-            [self.asked(What.NACK, delay_ms=delay_ms)] * len(positions),
-            lambda c, s: c.nack(positions[0][0], SUBSCRIPTION, given, delay_ms=delay_ms, timeout_s=s),
-            lambda nacked: _ignored(nacked.ignored),
-        )
+            self.ask(add(topic, ledger, rows, due_ms + 1))
 
 
 class Settler(Worker):
@@ -265,41 +350,14 @@ class Settler(Worker):
             while len(taken) < ROWS_MAX:
                 taken.append(self.inbox.get(timeout=PAUSE_S))
         for topic in TOPICS:
-            if rows := [each for each in taken if each.topic == topic]:
-                self._settle(topic, rows)
-
-    def _settle(self, topic: str, rows: Sequence[Delivery]) -> None:
-        positions, given = [each.position for each in rows], _named(rows)
-        kind = self.rng.random()
-        if kind < 0.65:
-            asked = [self.asked(What.ACK, each.due_ms, each.redeliveries) for each in rows]
-            self.ask(positions, asked, lambda c, s: c.ack(topic, SUBSCRIPTION, given, timeout_s=s), _ignored)
-        elif kind < 0.85:
-            delay_ms = self.rng.randint(100, SOON_MS)
-            self.ask(
-                positions,
-                [self.asked(What.NACK, each.due_ms, each.redeliveries, delay_ms) for each in rows],
-                lambda c, s: c.nack(topic, SUBSCRIPTION, given, delay_ms=delay_ms, timeout_s=s),
-                lambda nacked: _ignored(nacked.ignored),
-            )
-        elif kind < 0.95:
-            self.ask(
-                positions,
-                [self.asked(What.REJECT, each.due_ms, each.redeliveries) for each in rows],
-                lambda c, s: c.reject(topic, SUBSCRIPTION, given, "no gate", timeout_s=s),
-                lambda nacked: _ignored(nacked.ignored),
-            )
-            if self.rng.random() < 0.5:
-                self._purge(topic, rows[0].ledger)
-
-    def _purge(self, topic: str, ledger: int) -> None:
-        which = tarry.DeadLetterFilter(ledgers=(ledger, ledger))
-        self.ask(
-            [(topic, ledger, entry) for entry in range(ROWS_MAX)],
-            [self.asked(What.PURGE)] * ROWS_MAX,
-            lambda c, s: c.purge_dead_letters(topic, SUBSCRIPTION, which, timeout_s=s),
-            lambda _: [[OK]] * ROWS_MAX,
-        )
+            rows = [each for each in taken if each.topic == topic]
+            kind = self.rng.random()
+            if not rows or kind < 0.05:
+                continue
+            what = What.ACK if kind < 0.7 else What.NACK if kind < 0.9 else What.REJECT
+            self.ask(settle(what, rows, self.soon_ms()))
+            if what is What.REJECT and self.rng.random() < 0.5:
+                self.ask(purge(topic, rows[0].ledger))
 
 
 class Leaser(Worker):
@@ -327,70 +385,10 @@ class Registrar(Worker):
     """Creates subscriptions and topics, and deletes most of them."""
 
     def step(self) -> None:
-        number = next(_ledgers)
-        register = self.rng.choice((SUBSCRIPTIONS, NAMES))
-        position, name = [(register, number, 0)], f"{register}-{number}"
-        if register == SUBSCRIPTIONS:
-            self.ask(
-                position,
-                [self.asked(What.ADD)],
-                lambda c, s: c.create_subscription(SUBSCRIPTIONS, name, timeout_s=s),
-                lambda made: [[OK if made.created else DUPLICATE]],
-            )
-        else:
-            self.ask(
-                position,
-                [self.asked(What.ADD)],
-                lambda c, s: c.add(name, 1, [0], delay_ms=FAR_MS, timeout_s=s),
-                lambda added: _added(added, 1),
-            )
+        register, number = self.rng.choice((SUBSCRIPTIONS, NAMES)), next(_ledgers)
+        self.ask(create(register, number))
         if self.rng.random() < 0.8:
-            self.patiently(lambda timeout_s: delete(self.asker, register, number, timeout_s))
-
-
-def trim(asker: Asker, topic: str, ledger: int, entries: Sequence[int], timeout_s: float = WAITS_S) -> bool:
-    """Trim these entries, all that the ledger has; return whether that was answered."""
-    return asker.ask(
-        [(topic, ledger, entry) for entry in entries],
-        [Asked(What.TRIM, asker.via)] * len(entries),
-        lambda client: client.trim(topic, ledger, max(entries), timeout_s=timeout_s),
-        lambda _: [[OK]] * len(entries),
-    )
-
-
-def delete(asker: Asker, register: str, number: int, timeout_s: float = WAITS_S) -> bool:
-    """Delete a subscription or topic of a register; return whether that was answered."""
-    name = f"{register}-{number}"
-
-    def counted(client: tarry.Client) -> int | None:
-        if register == SUBSCRIPTIONS:
-            return client.delete_subscription(SUBSCRIPTIONS, name, timeout_s=timeout_s).dead_letters
-        return client.delete_topic(name, timeout_s=timeout_s).rows
-
-    # The library has no count where an earlier attempt may have deleted it.
-    return asker.ask(
-        [(register, number, 0)],
-        [Asked(What.DELETE, asker.via)],
-        counted,
-        lambda count: [[OK] if count is not None else [OK, NOT_FOUND]],
-    )
-
-
-def _added(added: tarry.AddResult, rows: int) -> list[Told]:
-    told = [each for each, number in ((OK, added.accepted), (DUPLICATE, added.duplicates)) if number]
-    return [told] * rows
-
-
-def _withdrawn(answer: tarry.Cancelled | tarry.Rescheduled) -> list[Told]:
-    moved = answer.cancelled if isinstance(answer, tarry.Cancelled) else answer.rescheduled
-    left = {int(row): NOT_FOUND for row in answer.not_found_index}
-    left |= {int(row): ALREADY_DUE for index in (answer.already_due_index, answer.in_flight_index) for row in index}
-    return [[left.get(row, OK)] for row in range(moved + len(left))]
-
-
-def _ignored(ignored: tarry.Ignored) -> list[Told]:
-    left = {int(row) for row in ignored.index}
-    return [[IGNORED if row in left else OK] for row in range(ignored.rows)]
+            self.ask(delete(register, number))
 
 
 class StreamSettler(traffic.Receiver):
@@ -448,8 +446,7 @@ class StreamSettler(traffic.Receiver):
             return
         request_id, delay_ms = next(self._request_ids), self._rng.randint(100, SOON_MS)
         positions = [each.position for each in rows]
-        asked = [Asked(what, self._via, each.due_ms, each.redeliveries, delay_ms) for each in rows]
-        self._asked[request_id] = positions, self._answers.asked(positions, asked)
+        self._asked[request_id] = positions, self._answers.asked(positions, _settling(what, rows, delay_ms), self._via)
         request = dispatch_pb2.SubscribeRequest()
         settling = request.acknowledge if what is What.ACK else request.negative_acknowledge
         settling.request_id = request_id
@@ -464,7 +461,7 @@ class StreamSettler(traffic.Receiver):
     def _settle(self, done: dispatch_pb2.Done) -> None:
         positions, numbers = self._asked.pop(done.request_id)
         if done.HasField("error"):
-            self._answers.failed(positions, numbers, errors.from_status(done.error))
+            self._answers.told(positions, numbers, errors.from_status(done.error))
         else:
             self._answers.reached(self.topic, done.epoch)
             told = [[IGNORED if row in done.ignored_index else OK] for row in range(len(positions))]
@@ -492,9 +489,8 @@ class LaneSettler(Worker):
         positions = [each.position for each in rows]
         delay_ms = self.rng.randint(100, SOON_MS)
         is_nack = self.rng.random() < self._nacked_share
-        what, via = What.NACK if is_nack else What.ACK, f"a lane of {self.asker.via}"
-        asked = [Asked(what, via, each.due_ms, each.redeliveries, delay_ms, is_repeated=True) for each in rows]
-        numbers = self.asker.answers.asked(positions, asked)
+        asked = _settling(What.NACK if is_nack else What.ACK, rows, delay_ms, is_repeated=True)
+        numbers = self.asker.answers.asked(positions, asked, f"a lane of {self.asker.via}")
         if is_nack:
             nacking = self._subscription.nack(batch, delay_ms=delay_ms)
             nacking.add_done_callback(lambda done: self._told(positions, numbers, lambda: done.result().ignored))
@@ -509,12 +505,12 @@ class LaneSettler(Worker):
             self._subscription.close()
 
     def _told(self, positions: Sequence[Identity], numbers: Sequence[int], answer: Callable[[], tarry.Ignored]) -> None:
+        told: Sequence[Told] | tarry.TarryError
         try:
             told = _ignored(answer())
         except tarry.TarryError as error:
-            self.asker.answers.failed(positions, numbers, error)
-        else:
-            self.asker.answers.told(positions, numbers, told)
+            told = error
+        self.asker.answers.told(positions, numbers, told)
 
 
 # Callers at each daemon: a direct call may wait for a former owner, and its caller with it.

@@ -49,11 +49,10 @@ class What(enum.Enum):
 class Asked:
     """A request for one position. `due_ms` is a new row's time, or with `count` the delivery that is meant.
 
-    `is_repeated`: the library may send it more than once before it answers. `via` says who asked whom.
+    `is_repeated`: the library may send it more than once before it answers.
     """
 
     what: What
-    via: str
     due_ms: int = 0
     count: int = 0
     delay_ms: int = 0
@@ -95,6 +94,7 @@ class Event:
     kind: str
     number: int = 0
     asked: Asked | None = None
+    via: str = ""
     told: frozenset[str] = frozenset()
     is_there: bool = True
     due_ms: int = 0
@@ -106,7 +106,7 @@ class Event:
             case "asked":
                 assert self.asked is not None
                 named = f"due {self.asked.due_ms}, count {self.asked.count}, delay {self.asked.delay_ms}"
-                text = f"{self.number}: {self.asked.what.value} ({named}) by {self.asked.via}"
+                text = f"{self.number}: {self.asked.what.value} ({named}) by {self.via}"
             case "told":
                 text = f"{self.number}: {' or '.join(sorted(self.told))}"
             case "came":
@@ -260,20 +260,29 @@ class Answers:
         self.counts: Counter[str] = Counter()
         """Answers by the change and what they said, and deliveries"""
 
-    def asked(self, positions: Sequence[Identity], asked: Sequence[Asked]) -> list[int]:
-        """Note that a request is about to be sent; return its number for each position."""
+    def asked(self, positions: Sequence[Identity], asked: Sequence[Asked], via: str) -> list[int]:
+        """Note that a request is about to be sent, and by whom; return its number for each position."""
         with self._lock:
             numbers = list(range(self._requests, self._requests + len(positions)))
             self._requests += len(positions)
             for position, number, each in zip(positions, numbers, asked, strict=True):
                 row = self._rows.setdefault(position, _Row())
-                row.events.append(Event(now_ms(), "asked", number, asked=each))
+                row.events.append(Event(now_ms(), "asked", number, asked=each, via=via))
             return numbers
 
-    def told(self, positions: Sequence[Identity], numbers: Sequence[int], told: Sequence[Collection[str]]) -> None:
-        """Note the answer to a request: for each position, what it says, or may say."""
+    def told(
+        self,
+        positions: Sequence[Identity],
+        numbers: Sequence[int],
+        answer: Sequence[Collection[str]] | tarry.TarryError,
+    ) -> None:
+        """Note the answer to a request: for each position, what it says, or may say; or its failure."""
+        if isinstance(answer, tarry.TarryError):
+            if not (errors.is_retryable(answer) or isinstance(answer, (errors.DeadlineExceeded, errors.Closed))):
+                self.breach(f"{positions} were told {answer!r}")
+            answer = [[REFUSED if is_refusal(answer) else UNKNOWN]] * len(positions)
         with self._lock:
-            for position, number, each in zip(positions, numbers, told, strict=True):
+            for position, number, each in zip(positions, numbers, answer, strict=True):
                 row = self._rows[position]
                 asked = next(event.asked for event in row.events if event.number == number and event.asked)
                 self.counts[f"{asked.what.value}: {' or '.join(sorted(each))}"] += 1
@@ -311,15 +320,6 @@ class Answers:
                     now_ms(), "seen", is_there=position in rows, due_ms=due_ms, count=count, dead=dead[position]
                 )
                 row.events.append(event)
-
-    def failed(self, positions: Sequence[Identity], numbers: Sequence[int], error: tarry.TarryError) -> None:
-        """Note the failure of a request."""
-        if errors.is_retryable(error) or isinstance(error, (errors.DeadlineExceeded, errors.Closed)):
-            told = REFUSED if is_refusal(error) else UNKNOWN
-        else:
-            told = UNKNOWN
-            self.breach(f"{positions} were told {error!r}")
-        self.told(positions, numbers, [[told]] * len(positions))
 
     def breach(self, text: str) -> None:
         """Note something that must not happen, found by the traffic."""

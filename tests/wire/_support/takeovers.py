@@ -157,14 +157,10 @@ class Takeovers(Pair):
         for worker in workers:
             worker.start()
         for register, number in self._registered(client):
-            answer_traffic.delete(asker, register, number)
+            asker.ask(answer_traffic.delete(register, number))
         for topic in TOPICS:
-            far: dict[int, list[int]] = {}
-            for page in client.scheduled(topic):
-                for ledger, entry, _ in _rows(page):
-                    far.setdefault(ledger, []).append(entry)
-            for ledger, entries in far.items():
-                answer_traffic.trim(asker, topic, ledger, entries)
+            for ledger in {ledger for page in client.scheduled(topic) for ledger in page.ledger_id.tolist()}:
+                asker.ask(answer_traffic.trim(topic, ledger))
             traffic.wait_until_nothing_is_left(address, topic)
         for worker in workers:
             worker.stopping.set()
