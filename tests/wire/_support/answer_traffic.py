@@ -130,8 +130,12 @@ def trim(topic: str, ledger: int) -> Request[Any]:
 
 def settle(what: What, rows: Sequence[Delivery], delay_ms: int = 0) -> Request[Any]:
     """Acknowledge, negatively acknowledge or reject rows of one topic."""
-    ledgers, entries, times, counts = ([row[at] for row in rows] for at in range(1, 5))
-    given = columns.positions(ledgers, entries, times, None, counts)
+    given = columns.positions(
+        [row.ledger for row in rows],
+        [row.entry for row in rows],
+        [row.due_ms for row in rows],
+        redelivery_count=[row.redeliveries for row in rows],
+    )
 
     def call(client: tarry.Client, timeout_s: float) -> tarry.Ignored:
         of_subscription = rows[0].topic, SUBSCRIPTION, given
