@@ -351,7 +351,7 @@ def _reason(events: Sequence[Event]) -> str:
 
 
 def is_refusal(error: tarry.TarryError) -> bool:
-    """Return whether the request has changed nothing, by what the daemon says."""
+    """Return whether the request has changed nothing, by what the daemon says, in words too."""
     if isinstance(error, errors.Unavailable):
-        return error.former_owner_ms is not None
+        return error.former_owner_ms is not None or "nothing was" in error.message
     return isinstance(error, (errors.NotOwner, errors.Aborted, errors.ResourceExhausted))

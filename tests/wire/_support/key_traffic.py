@@ -26,7 +26,7 @@ from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, policy_pb2
 from tests._support.stubs import Stub
 from tests.wire._support.key_history import NOT_ADDED_MS, Consumer, KeyHistory, Position, Row
 from tests.wire._support.nack_traffic import NOT_WRITTEN
-from tests.wire._support.traffic import CHANNEL_OPTIONS, MAY_BE_TOLD, PATIENCE_S, now_ms
+from tests.wire._support.traffic import CHANNEL_OPTIONS, MAY_BE_TOLD, PATIENCE_S, grpc_code, now_ms
 
 TOPIC, SUBSCRIPTION = "topic", "consumers"
 PAUSE_S = 0.02
@@ -166,6 +166,10 @@ class _Nacked:
     answered: bool = False
 
 
+class _Refused(Exception):
+    """A request of a stream was refused: what became of it shows on the next one."""
+
+
 class Dispatcher:
     """`planned`: the log that it plans, which may be empty."""
 
@@ -220,8 +224,8 @@ class Dispatcher:
                 stream = Stub(dispatch_pb2, channel).Subscribe()
                 try:
                     await self._serve(stream)
-                except asyncio.InvalidStateError:
-                    # It ended before it was written to.
+                except (asyncio.InvalidStateError, _Refused):
+                    # It ended before it was written to, or is given up.
                     pass
                 except grpc.aio.AioRpcError as error:
                     if NOT_WRITTEN not in (error.debug_error_string() or ""):
@@ -355,7 +359,9 @@ class Dispatcher:
 
     def _done(self, done: dispatch_pb2.Done) -> None:
         if done.HasField("error"):
-            self._history.breach(f"{self.name}: request {done.request_id} was refused: {done.error}")
+            if grpc_code(done.error.code) not in MAY_BE_TOLD:
+                self._history.breach(f"{self.name}: request {done.request_id} was refused: {done.error}")
+            raise _Refused
         acknowledged = self._acknowledging.pop(done.request_id, None)
         if acknowledged is not None and not done.ignored and done.epoch == self._history.epoch:
             for row in acknowledged[1]:

@@ -146,7 +146,8 @@ class Takeovers(Pair):
         return [(register, int(number)) for register, _, number in registered if register in (SUBSCRIPTIONS, NAMES)]
 
     def _drain(self, client: tarry.Client, address: str) -> None:
-        """Receive and acknowledge what is due, trim what is not, and delete the names."""
+        """Receive and acknowledge what is due, trim what is not, and delete the names; clear what has an account else."""
+        client.clear(key_traffic.TOPIC)
         asker = answer_traffic.Asker(address, self.answers, is_direct=False)
         workers = [
             answer_traffic.LaneSettler(asker, random.Random(self._rng.random()), topic, nacked_share=0.0)
