@@ -146,7 +146,7 @@ class Takeovers(Pair):
         return [(register, int(number)) for register, _, number in registered if register in (SUBSCRIPTIONS, NAMES)]
 
     def _drain(self, client: tarry.Client, address: str) -> None:
-        """Receive and acknowledge what is due, trim what is not, and delete the names; clear what has an account else."""
+        """Receive and acknowledge what is due, trim what is not, delete the names, and clear the topic of keys."""
         client.clear(key_traffic.TOPIC)
         asker = answer_traffic.Asker(address, self.answers, is_direct=False)
         workers = [
