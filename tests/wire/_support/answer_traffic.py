@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
+import grpc
+
 import tarry
 from tarry import columns, errors
 from tarry.v1 import dispatch_pb2
@@ -253,7 +255,9 @@ class Asker:
                 raise
             told = [[NOT_FOUND]]
         except tarry.TarryError as error:
-            self._end(error)
+            # A daemon that stops cancels calls; the library must not show that to its user.
+            is_cancelled = self._is_direct and error.code is grpc.StatusCode.CANCELLED
+            self._end(errors.OutcomeUnknown(error.message) if is_cancelled else error)
             return False
         self._end(told)
         return True

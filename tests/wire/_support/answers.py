@@ -279,7 +279,7 @@ class Answers:
         """Note the answer to a request: for each position, what it says, or may say; or its failure."""
         if isinstance(answer, tarry.TarryError):
             if not (errors.is_retryable(answer) or isinstance(answer, (errors.DeadlineExceeded, errors.Closed))):
-                self.breach(f"{positions} were told {answer!r}")
+                self.breach(f"{positions} were told {answer!r}: {self._rows[positions[0]].events[-1]}")
             answer = [[REFUSED if is_refusal(answer) else UNKNOWN]] * len(positions)
         with self._lock:
             for position, number, each in zip(positions, numbers, answer, strict=True):
