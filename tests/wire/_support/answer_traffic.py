@@ -36,6 +36,7 @@ from tests.wire._support.answers import (
     Asked,
     Identity,
     What,
+    may_be_told,
 )
 from tests.wire._support.traffic import now_ms
 
@@ -56,7 +57,7 @@ WAITS_S = 60.0
 IMPATIENT_S = 4.0
 # Longer than it takes until the answer with leased rows is read
 LEASE_MS = 5_000
-PAUSE_S = 0.08
+PAUSE_S = 0.2
 
 _ledgers = itertools.count(1)
 _streams = itertools.count(NO_STREAM + 1)
@@ -255,9 +256,7 @@ class Asker:
                 raise
             told = [[NOT_FOUND]]
         except tarry.TarryError as error:
-            # A daemon that stops cancels calls; the library must not show that to its user.
-            is_cancelled = self._is_direct and error.code is grpc.StatusCode.CANCELLED
-            self._end(errors.OutcomeUnknown(error.message) if is_cancelled else error)
+            self._end(self._meant(error))
             return False
         self._end(told)
         return True
@@ -267,9 +266,14 @@ class Asker:
         try:
             return call(self.client)
         except tarry.TarryError as error:
-            if not (errors.is_retryable(error) or isinstance(error, errors.DeadlineExceeded)):
-                raise
+            if not may_be_told(self._meant(error)):
+                self.answers.breach(f"{self.via} was told {error!r}")
             return None
+
+    def _meant(self, error: tarry.TarryError) -> tarry.TarryError:
+        """A daemon that stops cancels calls: the library must not show that to its user."""
+        is_cancelled = self._is_direct and error.code is grpc.StatusCode.CANCELLED
+        return errors.OutcomeUnknown(error.message) if is_cancelled else error
 
     def _begin(self, request: Request[Any]) -> None:
         self._asking = request, self.answers.asked(request.positions, request.asked, self.via)

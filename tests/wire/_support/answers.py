@@ -278,7 +278,7 @@ class Answers:
     ) -> None:
         """Note the answer to a request: for each position, what it says, or may say; or its failure."""
         if isinstance(answer, tarry.TarryError):
-            if not (errors.is_retryable(answer) or isinstance(answer, (errors.DeadlineExceeded, errors.Closed))):
+            if not may_be_told(answer):
                 self.breach(f"{positions} were told {answer!r}: {self._rows[positions[0]].events[-1]}")
             answer = [[REFUSED if is_refusal(answer) else UNKNOWN]] * len(positions)
         with self._lock:
@@ -348,6 +348,11 @@ def _reason(events: Sequence[Event]) -> str:
         if all(orders.takes(event) for event in events):
             return reason
     return "no order of what was asked leads to this"
+
+
+def may_be_told(error: tarry.TarryError) -> bool:
+    """Return whether a caller may see it while daemons die, wait or are superseded."""
+    return errors.is_retryable(error) or isinstance(error, (errors.DeadlineExceeded, errors.Closed))
 
 
 def is_refusal(error: tarry.TarryError) -> bool:

@@ -39,7 +39,7 @@ HEARTBEAT_S = 0.5
 # Callers go on for so long before and after what befalls the daemons, and between two takeovers.
 UNDER_LOAD_S = 1.0
 # Rows of keys, added in as much time as most faults take
-KEYED_ROWS, KEYED_BATCH, KEYED_PAUSE_S = 800, 10, 0.1
+KEYED_ROWS, KEYED_BATCH, KEYED_PAUSE_S = 400, 10, 0.2
 
 
 class Takeovers(Pair):
@@ -77,7 +77,7 @@ class Takeovers(Pair):
             rng=random.Random(self._rng.random()),
             due=lambda rng, base_ms: base_ms + rng.randint(-500, 2_000),
             ledgers_from=1_000 * self.rounds.total(),
-            pause_s=0.05,
+            pause_s=0.2,
             timeout_s=3.0,
         )
         callers = answer_traffic.AnswerTraffic(addresses, self.answers, self.history, self._rng)
