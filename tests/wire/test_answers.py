@@ -197,6 +197,16 @@ def test_a_withdrawal_says_what_is_true(what: What) -> None:
     assert story.reason == NOT_AS_ANSWERED
 
 
+def test_a_late_add_and_a_late_reject_make_one_dead_letter(added: Story) -> None:
+    added.comes()
+    added.ask(What.REJECT, UNKNOWN)
+    added.ask(What.ADD, UNKNOWN)
+    added.seen(due_ms=DUE_MS, dead=1)
+    assert added.reason == ""
+    added.seen(dead=2)
+    assert added.reason == IMPOSSIBLE
+
+
 def test_what_nobody_sent_and_what_no_daemon_may_say_are_breaches() -> None:
     answers = Answers()
     answers.came(STREAM, [(ROW, DUE_MS, 0)], at_ms=now_ms())

@@ -77,7 +77,7 @@ class World(NamedTuple):
 
 
 class _State(NamedTuple):
-    """One order of requests. `said`: by number, what was said to requests that were carried out and not answered."""
+    """One order of requests. `said`: by number, what those say that were carried out and are not answered yet."""
 
     world: World
     said: frozenset[tuple[int, str]] = frozenset()
@@ -162,11 +162,14 @@ class _Orders:
     under_way: dict[int, Event] = dataclasses.field(default_factory=dict)
     # Requests of unknown outcome, with when each was sent first
     late: dict[Asked, int] = dataclasses.field(default_factory=dict)
+    # Each makes one dead letter at most, however often a late add brings the row back.
+    rejects: int = 0
 
     def takes(self, event: Event) -> bool:
         """Go on with an event; return whether a state is left."""
         if event.kind == "asked":
             self.under_way[event.number] = event
+            self.rejects += event.asked is not None and event.asked.what is What.REJECT
             return True
         self._carry_out(event.at_ms)
         match event.kind:
@@ -205,6 +208,7 @@ class _Orders:
             self.late.setdefault(request.asked, request.at_ms)
         left = set()
         for state in self.states:
+            # A request that is not carried out has been refused, in this state.
             said = next((said for other, said in state.said if other == number), REFUSED)
             if UNKNOWN in told or said in told:
                 left.add(_State(state.world, frozenset(each for each in state.said if each[0] != number)))
@@ -216,7 +220,7 @@ class _Orders:
         while left:
             state = left.pop()
             for found in self._next(state, until_ms):
-                if found not in self.states:
+                if found not in self.states and found.world.dead <= self.rejects:
                     self.states.add(found)
                     left.append(found)
 
