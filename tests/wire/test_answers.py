@@ -133,6 +133,15 @@ def test_what_is_being_acknowledged_may_come(added: Story) -> None:
     assert added.reason == ""
 
 
+def test_what_was_received_before_the_answer_counts_as_such_though_it_is_noted_later(added: Story) -> None:
+    received_ms = now_ms()
+    while now_ms() == received_ms:
+        pass
+    added.ask(What.ACK, OK)
+    added.comes(at_ms=received_ms)
+    assert added.reason == ""
+
+
 def test_an_unanswered_add_may_be_a_new_row_at_any_time(added: Story) -> None:
     added.comes()
     added.ask(What.ACK, OK)

@@ -334,6 +334,8 @@ class Answers:
         """Go on with each position to its last event; return all breaches so far."""
         with self._lock:
             for position, row in self._rows.items():
+                # The library hands over later what it has received.
+                row.events[row.judged :] = sorted(row.events[row.judged :], key=lambda event: event.at_ms)
                 while row.judged < len(row.events) and row.orders.states:
                     event = row.events[row.judged]
                     row.judged += 1
