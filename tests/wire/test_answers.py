@@ -110,6 +110,16 @@ def test_a_position_of_the_log_comes_once_more_because_a_refused_nack_took_effec
     assert story.reason == REFUSED_TOOK_EFFECT
 
 
+def test_a_position_of_the_log_that_is_gone_may_be_rejected() -> None:
+    story = Story()
+    story.ask(What.NACK, OK, due_ms=0)
+    story.comes(1, due_ms=0)
+    story.ask(What.ACK, OK, due_ms=0, count=1)
+    story.ask(What.REJECT, OK, due_ms=0, count=1)
+    story.seen(dead=1)
+    assert story.reason == ""
+
+
 @pytest.mark.parametrize("lost", [UNKNOWN, REFUSED])
 def test_a_request_that_was_repeated_after_a_lost_answer_may_be_ignored(added: Story, lost: str) -> None:
     added.comes()

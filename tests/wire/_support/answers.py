@@ -120,6 +120,8 @@ class Event:
 def landings(asked: Asked, sent_ms: int, world: World, until_ms: int) -> Iterator[tuple[str, World]]:
     """Yield what a request that is carried out between the two times may say, and what it leaves."""
     is_meant = world.is_there and world.due_ms == asked.due_ms
+    # A position of the log that Tarry does not have, or no longer, is taken as if it had been delivered.
+    is_of_log = not world.is_there and not asked.due_ms
     match asked.what:
         case What.ADD:
             yield (DUPLICATE, world) if world.is_there else (OK, world.added(asked.due_ms))
@@ -136,15 +138,15 @@ def landings(asked: Asked, sent_ms: int, world: World, until_ms: int) -> Iterato
             yield (OK, world.gone()) if is_meant and world.redeliveries == asked.count else (IGNORED, world)
         case What.NACK:
             again = world.added(asked.due_ms, asked.count + 1, sent_ms + asked.delay_ms)
-            if is_meant and asked.count >= world.redeliveries:
+            if is_of_log or (is_meant and asked.count >= world.redeliveries):
                 yield OK, again
                 return
             if is_meant and asked.count + 1 == world.redeliveries and not world.streams:
                 yield OK, again
-            # The log has positions that Tarry never had: each request makes a row of them, if there is none.
-            yield (OK, again) if not world.is_there and not asked.due_ms else (IGNORED, world)
+            yield IGNORED, world
         case What.REJECT:
-            yield (OK, world.gone(dead=1)) if is_meant and asked.count >= world.redeliveries else (IGNORED, world)
+            is_taken = is_of_log or (is_meant and asked.count >= world.redeliveries)
+            yield (OK, world.gone(dead=1)) if is_taken else (IGNORED, world)
         case What.PURGE:
             yield OK, world._replace(dead=0)
         case What.TRIM:
