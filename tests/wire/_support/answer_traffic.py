@@ -295,7 +295,7 @@ class Asker:
 class Worker(threading.Thread):
     """Asks until it is stopped."""
 
-    def __init__(self, asker: Asker, rng: random.Random, inbox: queue.SimpleQueue[Delivery]) -> None:
+    def __init__(self, asker: Asker, rng: random.Random, inbox: queue.Queue[Delivery]) -> None:
         super().__init__(name=f"{type(self).__name__} by {asker.via}", daemon=True)
         self.asker = asker
         self.rng = rng
@@ -412,7 +412,8 @@ class StreamSettler(traffic.Receiver):
     def __init__(self, address: str, answers: Answers, history: DeliveryHistory, rng: random.Random) -> None:
         super().__init__(address, STREAMED, history, rng=rng, subscription=SUBSCRIPTION)
         self._answers = answers
-        self.inbox: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        # A SimpleQueue with several readers may wait for ever when one of them takes what another has waited for.
+        self.inbox: queue.Queue[Delivery] = queue.Queue()
         self._via = f"a stream at {address}"
         self._asked: dict[int, tuple[list[Identity], list[int]]] = {}
 
@@ -484,7 +485,7 @@ class LaneSettler(Worker):
     """Receives one topic through the library, in a lane of its client's stream, and settles it there."""
 
     def __init__(self, asker: Asker, rng: random.Random, topic: str, *, nacked_share: float) -> None:
-        super().__init__(asker, rng, queue.SimpleQueue())
+        super().__init__(asker, rng, queue.Queue())
         self._topic = topic
         self._nacked_share = nacked_share
         self._subscription = asker.client.subscribe(topic, SUBSCRIPTION, timeout_s=traffic.PATIENCE_S)
