@@ -19,7 +19,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
 from pathlib import Path
 
 import tarry
@@ -60,7 +59,9 @@ class Takeovers(Pair):
         for topic in (*TOPICS, LOAD):
             traffic.create_subscription(self.pair[0].address, topic, SUBSCRIPTION)
         traffic.create_subscription(self.pair[0].address, SUBSCRIPTIONS, "first")
-        asyncio.run(key_traffic.create_subscription(self.pair[0].address))
+        self._loop = stack.enter_context(_running_loop())
+        creating = key_traffic.create_subscription(self.pair[0].address)
+        asyncio.run_coroutine_threadsafe(creating, self._loop).result(traffic.PATIENCE_S)
         for daemon in self.pair:
             stack.enter_context(
                 traffic.Receiver(daemon.address, LOAD, self.history, rng=random.Random(seed), subscription=SUBSCRIPTION)
@@ -81,8 +82,8 @@ class Takeovers(Pair):
             timeout_s=3.0,
         )
         callers = answer_traffic.AnswerTraffic(addresses, self.answers, self.history, self._rng)
-        with futures.ThreadPoolExecutor(1) as thread, sender, callers:
-            keys = thread.submit(asyncio.run, self._share_keys(addresses))
+        with sender, callers:
+            keys = asyncio.run_coroutine_threadsafe(self._share_keys(addresses), self._loop)
             wait(UNDER_LOAD_S)
             fault(self)
             wait(UNDER_LOAD_S)
@@ -168,6 +169,20 @@ class Takeovers(Pair):
             worker.join()
             worker.close()
         asker.client.close()
+
+
+@contextlib.contextmanager
+def _running_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """An event loop in a thread: gRPC goes on to wake one that is closed between two rounds."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="keys", daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 def _rows(page: tarry.RowsPage) -> list[tuple[int, int, int]]:
