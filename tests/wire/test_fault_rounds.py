@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ClassVar
 
-import grpc
 import pytest
 
 from examples import processes
@@ -30,23 +29,10 @@ from tests._support.moto_server import MotoServer, moto_server
 from tests._support.processes import Daemons
 from tests.batch.audit._support import audits
 from tests.wire._support import traffic
+from tests.wire._support.pair import SETTINGS, Pair
 
 ROUNDS = 5
 TOPICS = ("north", "south", "west")
-# Small, so that every round seals, loads, writes checkpoints and deletes slots, and objects that left are collected.
-SETTINGS: dict[str, object] = {
-    "daemon.shards": 4,
-    "bucket.min_index_count_per_bucket": 500,
-    "bucket.rows_max": 1_000,
-    "bucket.max_indexes_per_bucket_snapshot_segment": 200,
-    "bucket.min_indexes_per_bucket_snapshot_segment": 50,
-    "bucket.max_num_buckets": 4,
-    "journal.checkpoint_slots": 40,
-    "delivery.lookahead_ms": 2_000,
-    "collection.interval_s": 2,
-    "collection.grace_s": 5,
-    "ownership.heartbeat_interval_s": 1,
-}
 DISK_BYTES = 256 << 20
 NO_SPACE = "No space left on device"
 # Rows that come between two steps of a round.
@@ -136,7 +122,7 @@ def _small_disk(folder: Path) -> Iterator[Path]:
 # ---- a story of rounds
 
 
-class Story:
+class Story(Pair):
     """Two daemons on one root, one of which serves; those who add and receive at them; and what these were told.
 
     Each daemon has receivers of its own, which go on at it whether it serves or not. Those who add ask both in turn.
@@ -147,12 +133,11 @@ class Story:
         self.history = DeliveryHistory()
         self.rng = random.Random(seed)
         self._stack = stack
-        self.pair = [daemons.make(name, SETTINGS | place.settings) for name in ("one", "two")]
+        super().__init__([daemons.make(name, SETTINGS | place.settings) for name in ("one", "two")], TOPICS)
         for daemon in self.pair:
             # Before the disk goes.
             stack.callback(daemon.kill)
-        self.pair[0].start_serving()
-        self.pair[1].start()
+        self.start()
         for topic in TOPICS:
             traffic.create_subscription(self.pair[0].address, topic)
         self.receivers = {
@@ -162,33 +147,6 @@ class Story:
     def _receiver(self, address: str, topic: str) -> traffic.Receiver:
         rng = random.Random(self.rng.random())
         return self._stack.enter_context(traffic.Receiver(address, topic, self.history, rng=rng))
-
-    def owner_and_other(self) -> tuple[processes.DaemonProcess, processes.DaemonProcess]:
-        """Who serves, and who stands by."""
-        serving: list[processes.DaemonProcess] = []
-
-        def look() -> bool:
-            serving[:] = [daemon for daemon in self.pair if daemon.is_serving(traffic.PATIENCE_S)]
-            return len(serving) == 1
-
-        patience.wait_until(look, "one of the two serves", timeout_s=traffic.PATIENCE_S)
-        return serving[0], next(daemon for daemon in self.pair if daemon is not serving[0])
-
-    def epoch_at(self, daemon: processes.DaemonProcess) -> int:
-        """The lowest of all topics; a topic that is being loaded is waited for."""
-        epochs: list[int] = []
-
-        def look() -> bool:
-            try:
-                epochs[:] = [traffic.stats(daemon.address, topic).epoch for topic in TOPICS]
-            except grpc.RpcError as error:
-                if traffic.code_of(error) is not grpc.StatusCode.UNAVAILABLE:
-                    raise
-                return False
-            return True
-
-        patience.wait_until(look, f"{daemon.name} has loaded its topics", timeout_s=traffic.PATIENCE_S)
-        return min(epochs)
 
     def wait_for_rows(self, rows: int = SOME_ROWS) -> None:
         """Until so many rows more have come, to anybody."""

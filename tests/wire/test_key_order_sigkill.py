@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,11 @@ import pytest
 from examples import processes
 from tests._support.processes import Daemons
 from tests.wire._support import key_traffic, traffic
-from tests.wire._support.key_history import NOT_ADDED_MS, KeyHistory, Row
+from tests.wire._support.key_history import KeyHistory
 
-KEYS, ADDED, PLANNED = 300, 3_000, 2_000
+ADDED, PLANNED = 3_000, 2_000
 CONSUMERS_OF_DISPATCHER = 3
-NACKED_SHARE = 0.05
 BATCH, PAUSE_S = 20, 0.04
-# Each key has its own delay, so that its rows are due in the order of their positions.
-DELAYS_MS = (400, 2_000)
-PLANNED_LEDGER = 1_000
 SETTINGS: dict[str, object] = {
     "daemon.shards": 2,
     "bucket.min_index_count_per_bucket": 500,
@@ -30,21 +25,6 @@ SETTINGS: dict[str, object] = {
     # That a process has ended is told by its lock: no heartbeat is missed because the machine is busy.
     "ownership.heartbeat_interval_s": 60,
 }
-
-
-def rows_of(rng: random.Random) -> tuple[dict[int, int], list[Row], list[Row]]:
-    """(the delays of the keys, the rows that are added, those that are planned), of the same keys."""
-    hashes = [slot | rng.randrange(1 << 16) << 16 for slot in rng.sample(range(1 << 16), KEYS)]
-    delays = {key_hash: rng.randint(*DELAYS_MS) for key_hash in hashes}
-    added, planned = [], []
-    for number in range(ADDED):
-        key_hash = rng.choice(hashes)
-        position = number // 1_000, number % 1_000
-        added.append(Row(position, NOT_ADDED_MS, key_hash, number, rng.random() < NACKED_SHARE))
-    for number in range(PLANNED):
-        key_hash = rng.choice(hashes)
-        planned.append(Row((PLANNED_LEDGER, number), 0, key_hash, number, rng.random() < NACKED_SHARE, in_time=True))
-    return delays, added, planned
 
 
 @pytest.mark.parametrize("seed", [282, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(5))])
@@ -63,7 +43,7 @@ async def through_a_takeover(
 ) -> None:
     addresses = (owner.address, successor.address)
     await key_traffic.create_subscription(owner.address)
-    delays, added, planned = rows_of(rng)
+    delays, added, planned = key_traffic.rows_of(rng, added=ADDED, planned=PLANNED)
     history = KeyHistory([*added, *planned])
     adder = key_traffic.Adder(addresses, history, delays)
     dispatchers = [
@@ -76,11 +56,11 @@ async def through_a_takeover(
         for work in (adder.run(batches, PAUSE_S), *(dispatcher.run() for dispatcher in dispatchers))
     ]
     try:
-        await reached(lambda: history.acknowledged > len(history.rows) / 3, running, history)
-        await reached(lambda: all(each.under_way and each.held for each in dispatchers), running, history)
+        await key_traffic.reached(lambda: history.acknowledged > len(history.rows) / 3, running, history)
+        await key_traffic.reached(lambda: all(each.under_way and each.held for each in dispatchers), running, history)
         owner.kill()
         killed_at = history.acknowledged
-        await reached(lambda: history.all_acknowledged, running, history)
+        await key_traffic.reached(lambda: history.all_acknowledged, running, history)
         await nothing_left(successor.address)
     finally:
         for task in running:
@@ -95,20 +75,6 @@ async def through_a_takeover(
     assert history.taken_back, "nothing was taken back: the test shows nothing"
     assert history.moved_slots, "no key moved: the test shows nothing"
     assert dispatchers[0].planned_again, "nothing was planned again: the test shows nothing"
-
-
-async def reached(done: Callable[[], bool], running: Sequence[asyncio.Future[None]], history: KeyHistory) -> None:
-    """Waits until it is so, while everybody goes on and nothing is wrong."""
-    try:
-        async with asyncio.timeout(600):
-            while not done() and not history.breaches:
-                for task in running:
-                    if task.done():
-                        task.result()
-                await asyncio.sleep(PAUSE_S)
-    except TimeoutError:
-        history.breach(f"not within 600 s; unacknowledged are {history.left()}")
-    assert history.breaches[:5] == []
 
 
 async def nothing_left(address: str) -> None:

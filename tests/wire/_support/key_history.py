@@ -99,10 +99,10 @@ class KeyHistory:
             self.breach(f"{what}: early: {row}")
         if row.acknowledgement_answered and not row.is_asked_for:
             # A plan may have been on its way while another stream acknowledged what it names.
-            self.breach(f"{what}: it is acknowledged")
+            self.breach(f"{what}: it is acknowledged: {row}")
         row.is_asked_for = False
         if row.nack_answered and not count:
-            self.breach(f"{what}: it is negatively acknowledged")
+            self.breach(f"{what}: it is negatively acknowledged: {row}")
         if not row.came and self._is_behind(self._came, row):
             self.breach(f"{what}: later ones of its key came before: {row}")
         self.came_again += row.came

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import grpc
@@ -24,9 +24,9 @@ import grpc.aio
 
 from tarry.v1 import delayed_delivery_pb2, dispatch_pb2, policy_pb2
 from tests._support.stubs import Stub
-from tests.wire._support.key_history import Consumer, KeyHistory, Position, Row
+from tests.wire._support.key_history import NOT_ADDED_MS, Consumer, KeyHistory, Position, Row
 from tests.wire._support.nack_traffic import NOT_WRITTEN
-from tests.wire._support.traffic import CHANNEL_OPTIONS, MAY_BE_TOLD, PATIENCE_S, now_ms
+from tests.wire._support.traffic import CHANNEL_OPTIONS, MAY_BE_TOLD, PATIENCE_S, grpc_code, now_ms
 
 TOPIC, SUBSCRIPTION = "topic", "consumers"
 PAUSE_S = 0.02
@@ -36,6 +36,12 @@ PERMITS = 100
 NACK_DELAY_MS = 300
 CHANGES_EVERY_S = 0.7
 PLANNED_AT_ONCE_MAX = 8
+KEYS = 300
+NACKED_SHARE = 0.05
+# Each key has its own delay, so that its rows are due in the order of their positions.
+DELAYS_MS = (400, 2_000)
+# Of the rows that are planned, behind those of the rows that are added
+PLANNED_LEDGER = 1_000
 GROWTH_MAX = 16
 Stream: TypeAlias = grpc.aio.StreamStreamCall[dispatch_pb2.SubscribeRequest, dispatch_pb2.SubscribeResponse]
 
@@ -46,6 +52,36 @@ async def create_subscription(address: str) -> None:
     request.policy.key_shared.nack_order = policy_pb2.NACK_ORDER_BLOCK_KEY
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         await Stub(dispatch_pb2, channel).CreateSubscription(request, timeout=PATIENCE_S)
+
+
+def rows_of(
+    rng: random.Random, *, added: int, planned: int, first_ledger: int = 0
+) -> tuple[dict[int, int], list[Row], list[Row]]:
+    """(the delays of the keys, the rows that are added, those that are planned), of the same keys."""
+    hashes = [slot | rng.randrange(1 << 16) << 16 for slot in rng.sample(range(1 << 16), KEYS)]
+    delays = {key_hash: rng.randint(*DELAYS_MS) for key_hash in hashes}
+    to_add, to_plan = [], []
+    for number in range(added):
+        position = first_ledger + number // 1_000, number % 1_000
+        to_add.append(Row(position, NOT_ADDED_MS, rng.choice(hashes), number, rng.random() < NACKED_SHARE))
+    for number in range(planned):
+        position = first_ledger + PLANNED_LEDGER, number
+        to_plan.append(Row(position, 0, rng.choice(hashes), number, rng.random() < NACKED_SHARE, in_time=True))
+    return delays, to_add, to_plan
+
+
+async def reached(done: Callable[[], bool], running: Sequence[asyncio.Future[None]], history: KeyHistory) -> None:
+    """Waits until it is so, while everybody goes on and nothing is wrong."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not done() and not history.breaches:
+                for task in running:
+                    if task.done():
+                        task.result()
+                await asyncio.sleep(PAUSE_S)
+    except TimeoutError:
+        history.breach(f"not within {PATIENCE_S:g} s; unacknowledged are {history.left()}")
+    assert history.breaches[:5] == []
 
 
 class Adder:
@@ -130,6 +166,10 @@ class _Nacked:
     answered: bool = False
 
 
+class _Refused(Exception):
+    """A request of a stream was refused: what became of it shows on the next one."""
+
+
 class Dispatcher:
     """`planned`: the log that it plans, which may be empty."""
 
@@ -184,8 +224,8 @@ class Dispatcher:
                 stream = Stub(dispatch_pb2, channel).Subscribe()
                 try:
                     await self._serve(stream)
-                except asyncio.InvalidStateError:
-                    # It ended before it was written to.
+                except (asyncio.InvalidStateError, _Refused):
+                    # It ended before it was written to, or is given up.
                     pass
                 except grpc.aio.AioRpcError as error:
                     if NOT_WRITTEN not in (error.debug_error_string() or ""):
@@ -319,7 +359,9 @@ class Dispatcher:
 
     def _done(self, done: dispatch_pb2.Done) -> None:
         if done.HasField("error"):
-            self._history.breach(f"{self.name}: request {done.request_id} was refused: {done.error}")
+            if grpc_code(done.error.code) not in MAY_BE_TOLD:
+                self._history.breach(f"{self.name}: request {done.request_id} was refused: {done.error}")
+            raise _Refused
         acknowledged = self._acknowledging.pop(done.request_id, None)
         if acknowledged is not None and not done.ignored and done.epoch == self._history.epoch:
             for row in acknowledged[1]:
