@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,24 +35,18 @@ MEMORY_MAX_BYTES = 64 << 20
 MANY = 100_000_000
 
 
-@pytest.fixture(autouse=True)
-def _traced() -> Iterator[None]:
-    tracemalloc.start()
-    yield
-    tracemalloc.stop()
-
-
 def damage_of(read: Callable[[bytes], object], data: bytes) -> format_errors.FormatError | None:
     """The damage that it is refused with, or None if it is read; either takes little memory."""
-    tracemalloc.reset_peak()
-    before, _ = tracemalloc.get_traced_memory()
     found = None
+    tracemalloc.start()
     try:
         read(data)
     except format_errors.FormatError as error:
         found = error
-    _, peak = tracemalloc.get_traced_memory()
-    assert peak - before < MEMORY_MAX_BYTES
+    finally:
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak_bytes < MEMORY_MAX_BYTES
     return found
 
 
@@ -349,13 +343,13 @@ def flipped(data: bytes) -> st.SearchStrategy[bytes]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=parts.examples(60))
+@settings(max_examples=parts.examples(40))
 @given(st.data())
 def test_a_forged_object_is_read_or_damage_and_takes_little_memory(name: str, data: st.DataObject) -> None:
     damage_of(KINDS[name].read, data.draw(forged(name)))
 
 
-@settings(max_examples=parts.examples(100))
+@settings(max_examples=parts.examples(60))
 @given(st.sampled_from(("log-slot-1.bin", "log-slot-fence-1.bin")), st.data())
 def test_a_forged_log_slot_is_read_or_damage_and_takes_little_memory(name: str, data: st.DataObject) -> None:
     slot = bytearray((forging.GOLDEN / name).read_bytes())
@@ -372,7 +366,7 @@ def test_a_forged_log_slot_is_read_or_damage_and_takes_little_memory(name: str, 
     damage_of(read, forging.with_header_checksum(bytes(slot)))
 
 
-@settings(max_examples=parts.examples(100))
+@settings(max_examples=parts.examples(60))
 @given(st.integers(0, 255), st.sampled_from(_NUMBERS), st.sampled_from(_NUMBERS[:-2]), st.sampled_from(_BYTES))
 def test_a_forged_column_is_read_or_damage_and_takes_little_memory(
     form: int, base: int, rows: int, body: bytes
@@ -381,10 +375,10 @@ def test_a_forged_column_is_read_or_damage_and_takes_little_memory(
     damage_of(lambda data: Columns(rows, (data,), what="rows", offset=0).u64("entry_id", data), column)
 
 
-@settings(max_examples=parts.examples(100))
+@settings(max_examples=parts.examples(60))
 @given(st.sampled_from(_BYTES) | st.sampled_from(_BYTES).flatmap(flipped) | st.binary(max_size=60))
 def test_a_forged_bitmap_is_read_or_damage_and_takes_little_memory(entries: bytes) -> None:
     bitmap = PositionBitmap(1, 0, entries)
-    assert damage_of(lambda _: bitmap.bitmap(), b"") is None or True
+    damage_of(lambda _: bitmap.bitmap(), b"")
     ledger_id, entry_id = examples.column([1, 1]), examples.column([0, 70_000])
     damage_of(lambda _: PositionSet.of([bitmap]).mask_of(ledger_id, entry_id), b"")

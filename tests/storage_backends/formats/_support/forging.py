@@ -42,10 +42,10 @@ class Kind:
 
     message: protobuf.Message
     sealed: Callable[[protobuf.Message], bytes]
-    read: Callable[[bytes], None]
+    read: Callable[[bytes], object]
 
 
-def _framed(name: str, message: protobuf.Message, read: Callable[[bytes], None]) -> Kind:
+def _framed(name: str, message: protobuf.Message, read: Callable[[bytes], object]) -> Kind:
     stored = (GOLDEN / name).read_bytes()
     message.ParseFromString(stored[framing.HEADER_BYTES : -4])
     magic, version = stored[:4], int.from_bytes(stored[4:8], "little")
@@ -59,7 +59,7 @@ def _section(name: str) -> Kind:
 
 
 def _sealed_section(made: Any) -> bytes:
-    payload = made.SerializePartialToString()
+    payload: bytes = made.SerializePartialToString()
     records = len(made.records) + len(made.deletions)
     head = _SECTION_HEAD.pack(slot_format.MAGIC, 1, 1, 0, 3, 4, 5, records, len(payload))
     return head + framing.crc32c(head, payload).to_bytes(4, "little") + payload
@@ -107,7 +107,7 @@ def _part_of_bucket(name: str, number: int, message: Any, read: Callable[[bytes,
     message.ParseFromString(body[info.offset + _ENTRY.size : info.offset + info.length])
 
     def sealed(made: Any) -> bytes:
-        payload = made.SerializePartialToString()
+        payload: bytes = made.SerializePartialToString()
         return _ENTRY.pack(len(payload), framing.crc32c(payload)) + payload
 
     def read_entry(data: bytes) -> None:
