@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-import atheris  # type: ignore[import-not-found]
+import atheris  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,5 +20,6 @@ def forge(name: str, data: st.DataObject) -> None:
 
 
 if __name__ == "__main__":
-    atheris.Setup(sys.argv, forge.hypothesis.fuzz_one_input)
+    harness: Any = forge
+    atheris.Setup(sys.argv, harness.hypothesis.fuzz_one_input)
     atheris.Fuzz()

@@ -127,7 +127,7 @@ def test_columns_of_other_lengths_than_are_said_are_refused() -> None:
             deletion_format.record_of(message, "slot", 9)
     message.in_use.ledgers.ledgers = 3
     message.in_use.ledgers.ClearField("uuid_lsb")
-    with pytest.raises(format_errors.FormatError, match="slot is damaged at byte"):
+    with pytest.raises(format_errors.FormatError, match="slot uuid_lsb is damaged at byte"):
         deletion_format.record_of(message, "slot", 9)
 
 
