@@ -382,14 +382,14 @@ def decode_metadata(entry: bytes, info: SegmentInfo) -> BucketMetadata:
 
 
 def _check_positions(metadata: BucketMetadata, info: SegmentInfo) -> None:
-    """Raise FormatError unless there is a position for each row, and no row origin has more."""
+    """Raise FormatError if there are more positions than rows, or if a row origin has more."""
     what, offset = info.what, info.offset + _ENTRY.size
     try:
         positions = _count(metadata.positions)
         kept = max((_count(each.positions) for each in metadata.kept), default=0)
     except format_errors.FormatError as error:
         raise format_errors.FormatError(f"{what} {error.what}", offset, error.detail) from error
-    if positions != metadata.rows or kept > positions:
+    if max(positions, kept) > metadata.rows:
         detail = f"it says {metadata.rows} rows, and has {positions} positions, {kept} of one row origin"
         raise format_errors.FormatError(what, offset, detail)
 
