@@ -74,7 +74,7 @@ test: $(SYNCED) ## every test; ARGS goes to pytest
 .PHONY: fuzz
 fuzz: $(SYNCED) ## stored objects forged under atheris, RUNS=100000 of them; ARGS goes to libFuzzer
 	test -d .tools/atheris || $(UV) pip install --quiet --target .tools/atheris atheris==$(ATHERIS_VERSION)
-	PYTHONPATH=.tools/atheris $(RUN) python -m tests.storage_backends.formats.fuzz_forged \
+	PYTHONPATH=.tools/atheris $(RUN) python -m tests.storage_backends.formats._support.fuzz_forged \
 		-runs=$(RUNS) -max_len=8192 -len_control=0 -rss_limit_mb=1024 $(ARGS)
 
 .PHONY: test-long
