@@ -181,8 +181,7 @@ class Columns:
         zstd: zstandard.ZstdDecompressor | None = None,
     ) -> None:
         self._rows, self._what, self._offset, self._zstd = rows, what, offset, zstd
-        size_bytes = sum(map(len, distinct))
-        if rows > max(1, size_bytes):
+        if rows > 1 and rows > (size_bytes := sum(map(len, distinct))):
             self._check_rows(distinct, size_bytes, rows_max)
 
     def u64(self, name: str, data: bytes) -> U64:
