@@ -16,6 +16,9 @@ STORE ?= local
 SEEDS ?= 1000
 FIRST ?= 0
 JOBS ?= 2
+# The objects that `make fuzz` forges
+RUNS ?= 100000
+ATHERIS_VERSION := 3.0.0
 # Processes that share the tests: two more than there are cores, since three of them begin with tests that wait for most of
 # their time.
 TESTS_AT_ONCE ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
@@ -68,6 +71,12 @@ test: $(SYNCED) ## every test; ARGS goes to pytest
 	$(PYTEST) $(ARGS)
 
 # PART=name runs one part (tests/_support/long_parts.py); without it all run, and `make test` with the newest Python.
+.PHONY: fuzz
+fuzz: $(SYNCED) ## stored objects forged under atheris, RUNS=100000 of them; ARGS goes to libFuzzer
+	test -d .tools/atheris || $(UV) pip install --quiet --target .tools/atheris atheris==$(ATHERIS_VERSION)
+	PYTHONPATH=.tools/atheris $(RUN) python -m tests.storage_backends.formats._support.fuzz_forged \
+		-runs=$(RUNS) -max_len=8192 -len_control=0 -rss_limit_mb=1024 $(ARGS)
+
 .PHONY: test-long
 ifdef PART
 test-long: long-$(PART)

@@ -18,6 +18,8 @@ from storage_backends.object_store import (
 )
 
 _SHARDS_PREFIX = "shards/"
+SHARDS_MAX = 1 << 16
+"""The most shards of a root that is read; a daemon makes fewer."""
 
 
 def read_or_create(store: ObjectStore, *, shards: int, log_form: LogForm, root_id: str, created_ms: int) -> RootFormat:
@@ -84,7 +86,7 @@ def read(store: ObjectStore) -> RootFormat | None:
         raise Damaged(names.FORMAT_KEY, str(error)) from error
     if found.format_version != manifest.FORMAT_VERSION:
         raise Damaged(names.FORMAT_KEY, _other_version(found.format_version))
-    if found.shards < 1:
+    if not 1 <= found.shards <= SHARDS_MAX:
         raise Damaged(names.FORMAT_KEY, f"it says that the root has {found.shards} shards")
     return found
 

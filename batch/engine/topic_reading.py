@@ -25,7 +25,7 @@ from storage_backends.formats import format_errors, index_ids, merge, redelivery
 from storage_backends.formats.bucket_format import BucketMetadata
 from storage_backends.formats.checkpoint_format import CarriedSlot, TopicPart
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, Progress, TopicManifest
-from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, positions_of
+from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, position_bitmaps, positions_of
 from storage_backends.formats.record_columns import Record
 from storage_backends.formats.row_columns import Rows
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
@@ -245,8 +245,12 @@ class _TopicReading:
                 bits = merge.bits_of(progress.bucket, (), Progress(buckets=(progress,)))
             if bits.gone:
                 rows = rows.take(~bits.gone.mask_of(rows.ledger_id, rows.entry_id))
+            # A few bytes may name 2^32 positions: expand those alone that have rows.
+            held = (
+                PositionSet.of(position_bitmaps(rows.ledger_id, rows.entry_id)) if bits.acknowledged else NO_POSITIONS
+            )
             acknowledged = {
-                number: positions - bits.gone
+                number: positions & held
                 for number, positions in bits.acknowledged.items()
                 if decisions.is_subscription(number)
             }

@@ -61,7 +61,7 @@ def read_heartbeat(store: object_store.ObjectStore, daemon_id: str) -> Heartbeat
         return None
     try:
         return msgspec.json.decode(body, type=Heartbeat)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         log.warning("the heartbeat of daemon %s cannot be read", daemon_id)
         return None
 

@@ -21,6 +21,7 @@ from daemon.errors import InvalidArgument
 from daemon.runtime import due_loop
 from daemon.runtime.environment import Environment
 from storage_backends import storage_settings
+from storage_backends.formats import column_format
 from storage_backends.formats.manifest import (
     KeySharedPolicy,
     NackOrder,
@@ -34,6 +35,8 @@ from storage_backends.formats.segment import SegmentLimits
 TIME_MAX_MS = 1 << 53
 ROWS_MAX = (1 << 32) - 1
 SIZE_MAX_BYTES = 1 << 53
+# Sealed at so many rows whatever is set: with those of another request a checkpoint is still read.
+MUTABLE_ROWS_MAX = column_format.ROWS_MAX // 4
 QUOTA_MAX = 1 << 53
 # The longest tick: the daemon checks for due rows at least this often (ms)
 TICK_MAX_MS = 500
@@ -113,7 +116,7 @@ def settings_of(environment: Environment, policy: TopicPolicy, table: TopicDelay
         effective=TopicPolicy(**effective),
         seal_limits=SealLimits(
             rows_min=effective["min_index_count_per_bucket"],
-            rows_max=rows_max,
+            rows_max=min(rows_max, MUTABLE_ROWS_MAX),
             size_max_bytes=effective["bucket_bytes_max"],
             age_max_ms=effective["bucket_age_max_ms"],
         ),

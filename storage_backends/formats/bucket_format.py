@@ -376,7 +376,26 @@ def decode_metadata(entry: bytes, info: SegmentInfo) -> BucketMetadata:
         detail = f"it says {message.rows} rows, the offset table {info.rows}"
         raise format_errors.FormatError(info.what, info.offset + _ENTRY.size, detail)
     with format_errors.reading(info.what, info.offset + _ENTRY.size):
-        return mirror.made_from(BucketMetadata, message)
+        metadata = mirror.made_from(BucketMetadata, message)
+    _check_positions(metadata, info)
+    return metadata
+
+
+def _check_positions(metadata: BucketMetadata, info: SegmentInfo) -> None:
+    """Raise FormatError if there are more positions than rows, or if a row origin has more."""
+    what, offset = info.what, info.offset + _ENTRY.size
+    try:
+        positions = _count(metadata.positions)
+        kept = max((_count(each.positions) for each in metadata.kept), default=0)
+    except format_errors.FormatError as error:
+        raise format_errors.FormatError(f"{what} {error.what}", offset, error.detail) from error
+    if max(positions, kept) > metadata.rows:
+        detail = f"it says {metadata.rows} rows, and has {positions} positions, {kept} of one row origin"
+        raise format_errors.FormatError(what, offset, detail)
+
+
+def _count(positions: Iterable[PositionBitmap]) -> int:
+    return sum(len(each.bitmap()) for each in positions)
 
 
 def decode_segment(entry: bytes, info: SegmentInfo, zstd: zstandard.ZstdDecompressor | None = None) -> Rows:

@@ -11,11 +11,15 @@ around the columns.
     bit 6  ZSTD     the body is one zstd frame, of rows * w bytes of content
     bit 7  is 0
 Width 0 has no body: every offset is 0. The number of rows is stored next to the column, not in it.
+
+A few bytes may thus stand for any number of rows. `Columns` checks the number before memory is taken for it.
 """
 
 from __future__ import annotations
 
+import io
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +41,14 @@ _U32_MAX = (1 << 32) - 1
 _FEW = 16
 # Bytes below which a zstd frame costs more than it saves.
 _ZSTD_BYTES_MIN = 32
+ROWS_MAX = 1 << 24
+"""The most rows that take less than a byte each in the columns that tell them apart."""
+# Up to this many rows take too little memory for a proof (64 KiB a column): a segment has 5,000 of them.
+_ROWS_UNPROVEN_MAX = 8_192
+# Rows that prove that a set of rows is none of nonsense
+_ROWS_COMPARED = 1_024
+# The largest window of a frame that is read in parts: what zstd asks of every decoder (bytes)
+_WINDOW_BYTES_MAX = 8 << 20
 
 
 def size_max(rows: int) -> int:
@@ -109,14 +121,7 @@ def decode_u64(
     column; it must not be shared between threads. Raises FormatError if the bytes are not a column of exactly so many
     rows.
     """
-    if len(data) < HEADER_BYTES:
-        raise format_errors.FormatError(
-            what, offset, f"a column has at least {HEADER_BYTES} bytes, this one has {len(data)}"
-        )
-    form, base = _HEADER.unpack_from(data)
-    width = form & _WIDTH_MASK
-    if form & ~_KNOWN or width > 8:
-        raise format_errors.FormatError(what, offset, f"column form {form:#04x} is not known")
+    form, base, width = _header(data, what, offset)
     body: bytes | memoryview = memoryview(data)[HEADER_BYTES:]
     if form & _ZSTD:
         body = _decompress(body, rows * width, zstd or zstandard.ZstdDecompressor(), what, offset + HEADER_BYTES)
@@ -152,6 +157,92 @@ def decode_u32(
     if rows and int(values.max()) > _U32_MAX:
         raise format_errors.FormatError(what, offset, f"value {values.max()} does not fit in 32 bits")
     return values.astype(np.uint32)
+
+
+class Columns:
+    """A reader of the columns of some rows, which checks their number before it takes memory for them.
+
+    No two rows agree in all of the `distinct` columns, so one of these has a body: without zstd, of a byte a row at
+    least. With zstd a row may take less; then there are at most `rows_max`, and the first ones differ. `what` and
+    `offset` (of the payload that holds the columns) are for the error, `zstd` is that of `decode_u64`. Raises
+    FormatError.
+    """
+
+    __slots__ = ("_offset", "_rows", "_what", "_zstd")
+
+    def __init__(
+        self,
+        rows: int,
+        distinct: Sequence[bytes],
+        *,
+        what: str,
+        offset: int,
+        rows_max: int = ROWS_MAX,
+        zstd: zstandard.ZstdDecompressor | None = None,
+    ) -> None:
+        self._rows, self._what, self._offset, self._zstd = rows, what, offset, zstd
+        if rows > 1 and rows > (size_bytes := sum(map(len, distinct))):
+            self._check_rows(distinct, size_bytes, rows_max)
+
+    def u64(self, name: str, data: bytes) -> U64:
+        return decode_u64(data, self._rows, what=f"{self._what} {name}", offset=self._offset, zstd=self._zstd)
+
+    def u32(self, name: str, data: bytes) -> U32:
+        return decode_u32(data, self._rows, what=f"{self._what} {name}", offset=self._offset, zstd=self._zstd)
+
+    def _check_rows(self, distinct: Sequence[bytes], size_bytes: int, rows_max: int) -> None:
+        rows = self._rows
+        said = f"it says {rows} rows, and the columns that tell them apart have {size_bytes} bytes"
+        if not any(data and data[0] & _ZSTD for data in distinct):
+            raise format_errors.FormatError(self._what, self._offset, f"{said}, none compressed")
+        if rows > rows_max:
+            raise format_errors.FormatError(self._what, self._offset, f"{said}; the limit is {rows_max} rows")
+        if rows > _ROWS_UNPROVEN_MAX and _any_twice([self._first_rows(data) for data in distinct]):
+            raise format_errors.FormatError(self._what, self._offset, f"{said}; two of its first rows are the same")
+
+    def _first_rows(self, data: bytes) -> U64:
+        first = _cut(data, self._rows, _ROWS_COMPARED, self._what, self._offset)
+        return decode_u64(first, _ROWS_COMPARED, what=self._what, offset=self._offset)
+
+
+def _any_twice(columns: Sequence[U64]) -> bool:
+    """Return whether two rows agree in all of the columns."""
+    order = np.lexsort(columns)
+    return bool(np.logical_and.reduce([column[order][1:] == column[order][:-1] for column in columns]).any())
+
+
+def _cut(data: bytes, rows: int, first: int, what: str, offset: int) -> bytes:
+    """Return the column of the first of its rows, uncompressed, in memory for these alone. Raises FormatError."""
+    form, base, width = _header(data, what, offset)
+    body = memoryview(data)[HEADER_BYTES:]
+    content: zstandard.ZstdDecompressionReader | io.BytesIO = io.BytesIO(body)
+    parts = [_HEADER.pack(form & ~_ZSTD, base)]
+    try:
+        if form & _ZSTD:
+            _check_frame(body, rows * width, what, offset + HEADER_BYTES)
+            content = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX).stream_reader(body)
+        if form & _PLANES:
+            for number in range(width):
+                content.seek(number * rows)
+                parts.append(content.read(first))
+        else:
+            parts.append(content.read(first * width))
+    except zstandard.ZstdError as error:
+        raise format_errors.FormatError(what, offset + HEADER_BYTES, f"zstd: {error}") from error
+    return b"".join(parts)
+
+
+def _header(data: bytes | memoryview, what: str, offset: int) -> tuple[int, int, int]:
+    """Return form, base and width. Raises FormatError."""
+    if len(data) < HEADER_BYTES:
+        raise format_errors.FormatError(
+            what, offset, f"a column has at least {HEADER_BYTES} bytes, this one has {len(data)}"
+        )
+    form, base = _HEADER.unpack_from(data)
+    width = form & _WIDTH_MASK
+    if form & ~_KNOWN or width > 8:
+        raise format_errors.FormatError(what, offset, f"column form {form:#04x} is not known")
+    return form, base, width
 
 
 def _width(largest: int) -> int:
@@ -199,9 +290,17 @@ def _decompress(
     body: bytes | memoryview, size_bytes: int, zstd: zstandard.ZstdDecompressor, what: str, offset: int
 ) -> bytes:
     try:
-        declared = zstandard.get_frame_parameters(body).content_size
-        if declared != size_bytes:
-            raise format_errors.FormatError(what, offset, f"the zstd frame declares {declared} bytes, not {size_bytes}")
+        _check_frame(body, size_bytes, what, offset)
         return zstd.decompress(body, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise format_errors.FormatError(what, offset, f"zstd: {error}") from error
+
+
+def _check_frame(body: bytes | memoryview, size_bytes: int, what: str, offset: int) -> None:
+    """Check that the frame declares so many bytes of content, which is all that it is then read into.
+
+    Raises FormatError if not, and ZstdError if it is no frame.
+    """
+    declared = zstandard.get_frame_parameters(body).content_size
+    if declared != size_bytes:
+        raise format_errors.FormatError(what, offset, f"the zstd frame declares {declared} bytes, not {size_bytes}")

@@ -447,13 +447,17 @@ def _fill_in_use(message: deletion_pb2.InUseLedgers, ledgers: InUseLedgers) -> N
 
 
 def _in_use_of(message: deletion_pb2.InUseLedgers, what: str, offset: int) -> InUseLedgers:
-    count = message.ledgers
-    ledger_id = column_format.decode_u64(message.ledger_id, count, what=what, offset=offset)
-    none = np.zeros(count, np.uint64)
+    distinct = message.ledger_id, message.uuid_msb, message.uuid_lsb
+    # A request may name a ledger twice, which means the same as once; so does one that it names alone.
+    alike = all(len(data) <= column_format.HEADER_BYTES for data in distinct)
+    ledgers = min(1, message.ledgers) if alike else message.ledgers
+    columns = column_format.Columns(ledgers, distinct, what=what, offset=offset)
+    ledger_id = columns.u64("ledger_id", message.ledger_id)
+    none = np.zeros(len(ledger_id), np.uint64)
     has_uuids = message.HasField("uuid_msb")
     return InUseLedgers(
         LedgerType(message.ledger_type),
         ledger_id,
-        column_format.decode_u64(message.uuid_msb, count, what=what, offset=offset) if has_uuids else none,
-        column_format.decode_u64(message.uuid_lsb, count, what=what, offset=offset) if has_uuids else none,
+        columns.u64("uuid_msb", message.uuid_msb) if has_uuids else none,
+        columns.u64("uuid_lsb", message.uuid_lsb) if has_uuids else none,
     )

@@ -25,6 +25,9 @@ FORMAT_VERSION = 2
 # The frame version of each of these objects but FORMAT, which has the version of the root
 _FRAME_VERSION = 1
 LINEAGE_MAX = 256
+# Limits of stored policies; a daemon accepts less
+POINTS_PER_CONSUMER_MAX = 1 << 16
+NACK_PRECISION_BITS_MAX = 63
 ROOT_MAGIC = b"TyRF"
 SHARD_MAGIC = b"TySM"
 TOPIC_MAGIC = b"TyTM"
@@ -331,7 +334,8 @@ class Subscription:
     """A subscription in the manifest of its topic.
 
     It is owed the rows of the shared index with `deliver_at_ms` above `since_ms`. A row that others acknowledged in
-    slots up to `created_slot` may be gone: no other subscription waited for it then.
+    slots up to `created_slot` may be gone: no other subscription waited for it then. Raises ValueError for a policy
+    that takes more memory than any that a daemon accepts.
     """
 
     subscription_id: int
@@ -339,6 +343,15 @@ class Subscription:
     since_ms: int
     created_slot: ShardSlot
     policy: SubscriptionPolicy = SubscriptionPolicy()
+
+    def __post_init__(self) -> None:
+        key_shared, precision_bits = self.policy.key_shared, self.policy.nack_precision_bits or 0
+        points = 0 if key_shared is None else key_shared.points_per_consumer
+        if points > POINTS_PER_CONSUMER_MAX or precision_bits > NACK_PRECISION_BITS_MAX:
+            raise ValueError(
+                f"subscription {self.name!r} has {points} points per consumer and {precision_bits} nack precision bits;"
+                f" they may be {POINTS_PER_CONSUMER_MAX} and {NACK_PRECISION_BITS_MAX} at most"
+            )
 
 
 # Properties of a subscription: (name, value) in the order of their names, no name twice
@@ -406,11 +419,15 @@ class NackedRows:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CountPlane:
-    """The positions of the index `index_id` whose redelivery count has the bit; 0 is the lowest bit."""
+    """The positions of the index `index_id` whose redelivery count, a u32, has the bit; 0 is the lowest bit."""
 
     index_id: int
     bit: int
     positions: tuple[PositionBitmap, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.bit >= 32:
+            raise ValueError(f"a count has bit {self.bit}, and counts have 32 bits")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -406,12 +406,12 @@ def _record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:
             return _dead_letter_of(message, what, offset)
         case "replay":
             replay = message.replay
-            ids = _u64(replay.dead_letter_id, rows, f"{what} dead_letter_id", offset)
-            return ReplayRecord(
-                *head, replay.subscription_id, replay.index_id, rows_of(replay, rows, what, offset), ids
-            )
+            columns = _columns(replay, rows, what, offset, replay.dead_letter_id)
+            ids = columns.u64("dead_letter_id", replay.dead_letter_id)
+            return ReplayRecord(*head, replay.subscription_id, replay.index_id, _rows_in(columns, replay), ids)
         case "purge":
-            ids = _u64(message.purge.dead_letter_id, rows, f"{what} dead_letter_id", offset)
+            stored = message.purge.dead_letter_id
+            ids = column_format.Columns(rows, (stored,), what=what, offset=offset).u64("dead_letter_id", stored)
             return PurgeRecord(*head, message.purge.subscription_id, ids)
         case _:
             raise format_errors.FormatError(what, offset, "this release does not know the kind of its decision")
@@ -427,39 +427,42 @@ def _acknowledge_of(message: journal_pb2.Record, what: str, offset: int) -> Ackn
         index_id = index_ids.batch_parts_of(subscription_id)
     elif stored.own_index:
         index_id = subscription_id
+    columns = _columns(stored, message.rows, what, offset)
     rows = Rows(
-        _u64(stored.deliver_at_ms, message.rows, f"{what} deliver_at_ms", offset),
-        _u64(stored.ledger_id, message.rows, f"{what} ledger_id", offset),
-        _u64(stored.entry_id, message.rows, f"{what} entry_id", offset),
+        columns.u64("deliver_at_ms", stored.deliver_at_ms),
+        columns.u64("ledger_id", stored.ledger_id),
+        columns.u64("entry_id", stored.entry_id),
     )
     return AcknowledgeRecord(message.topic_id, message.incarnation, subscription_id, rows, index_id)
 
 
 def _nack_of(message: journal_pb2.Record, what: str, offset: int) -> NackRecord:
     stored = message.negative_acknowledge
+    columns = _columns(stored, message.rows, what, offset)
     return NackRecord(
         message.topic_id,
         message.incarnation,
         stored.subscription_id,
         stored.index_id,
-        rows_of(stored, message.rows, what, offset),
-        _u64(stored.redeliver_at_ms, message.rows, f"{what} redeliver_at_ms", offset),
-        _u32(stored.redelivery_count, message.rows, f"{what} redelivery_count", offset),
+        _rows_in(columns, stored),
+        columns.u64("redeliver_at_ms", stored.redeliver_at_ms),
+        columns.u32("redelivery_count", stored.redelivery_count),
         stored.added,
     )
 
 
 def _dead_letter_of(message: journal_pb2.Record, what: str, offset: int) -> DeadLetterRecord:
     stored = message.dead_letter
+    columns = _columns(stored, message.rows, what, offset, stored.dead_letter_id)
     return DeadLetterRecord(
         message.topic_id,
         message.incarnation,
         stored.subscription_id,
         stored.index_id,
-        rows_of(stored, message.rows, what, offset),
-        _u32(stored.redelivery_count, message.rows, f"{what} redelivery_count", offset),
-        _u64(stored.dead_letter_id, message.rows, f"{what} dead_letter_id", offset),
-        _u64(stored.dead_at_ms, message.rows, f"{what} dead_at_ms", offset),
+        _rows_in(columns, stored),
+        columns.u32("redelivery_count", stored.redelivery_count),
+        columns.u64("dead_letter_id", stored.dead_letter_id),
+        columns.u64("dead_at_ms", stored.dead_at_ms),
         DeadLetterReason(stored.reason),
         stored.text,
     )
@@ -470,20 +473,23 @@ def rows_of(message: _RowsMessage, rows: int, what: str, offset: int) -> Rows:
 
     `what` and `offset` (of the payload that holds it) are for the FormatError.
     """
+    return _rows_in(_columns(message, rows, what, offset), message)
+
+
+def _columns(
+    message: _RowsMessage | journal_pb2.Acknowledge, rows: int, what: str, offset: int, *ids: bytes
+) -> column_format.Columns:
+    """Return a reader of the columns of rows, no two of which agree in position and `ids`."""
+    return column_format.Columns(rows, (message.ledger_id, message.entry_id, *ids), what=what, offset=offset)
+
+
+def _rows_in(columns: column_format.Columns, message: _RowsMessage) -> Rows:
     return Rows(
-        _u64(message.deliver_at_ms, rows, f"{what} deliver_at_ms", offset),
-        _u64(message.ledger_id, rows, f"{what} ledger_id", offset),
-        _u64(message.entry_id, rows, f"{what} entry_id", offset),
-        _u32(message.key_hash, rows, f"{what} key_hash", offset) if message.HasField("key_hash") else None,
+        columns.u64("deliver_at_ms", message.deliver_at_ms),
+        columns.u64("ledger_id", message.ledger_id),
+        columns.u64("entry_id", message.entry_id),
+        columns.u32("key_hash", message.key_hash) if message.HasField("key_hash") else None,
     )
-
-
-def _u64(data: bytes, rows: int, what: str, offset: int) -> U64:
-    return column_format.decode_u64(data, rows, what=what, offset=offset)
-
-
-def _u32(data: bytes, rows: int, what: str, offset: int) -> U32:
-    return column_format.decode_u32(data, rows, what=what, offset=offset)
 
 
 def _positions(

@@ -18,6 +18,9 @@ from storage_backends.formats.row_columns import U32, U64, Rows
 
 U8 = npt.NDArray[np.uint8]
 
+# Each is kept in memory anyway: the limit is twice as many as a daemon was ever measured with.
+_ROWS_MAX: Final = 1 << 26
+
 _NACKED: Final = "nacked rows"
 _DEAD_LETTERS: Final = "dead letters"
 
@@ -55,14 +58,15 @@ def encode_nacked(
 
 def decode_nacked(stored: manifest.NackedRows) -> tuple[Rows, U64]:
     """Decode (rows, redeliver_at_ms). Raises FormatError."""
-    hashes = stored.key_hash
+    distinct = stored.ledger_id, stored.entry_id
+    columns = column_format.Columns(stored.rows, distinct, what=_NACKED, offset=0, rows_max=_ROWS_MAX)
     rows = Rows(
-        _u64(stored.deliver_at_ms, stored.rows, f"{_NACKED} deliver_at_ms"),
-        _u64(stored.ledger_id, stored.rows, f"{_NACKED} ledger_id"),
-        _u64(stored.entry_id, stored.rows, f"{_NACKED} entry_id"),
-        None if hashes is None else _u32(hashes, stored.rows, f"{_NACKED} key_hash"),
+        columns.u64("deliver_at_ms", stored.deliver_at_ms),
+        columns.u64("ledger_id", stored.ledger_id),
+        columns.u64("entry_id", stored.entry_id),
+        None if stored.key_hash is None else columns.u32("key_hash", stored.key_hash),
     )
-    return rows, _u64(stored.redeliver_at_ms, stored.rows, f"{_NACKED} redeliver_at_ms")
+    return rows, columns.u64("redeliver_at_ms", stored.redeliver_at_ms)
 
 
 def encode_dead_letters(letters: DeadLetterColumns, zstd: zstandard.ZstdCompressor) -> manifest.DeadLetters:
@@ -84,18 +88,19 @@ def encode_dead_letters(letters: DeadLetterColumns, zstd: zstandard.ZstdCompress
 
 def decode_dead_letters(stored: manifest.DeadLetters) -> DeadLetterColumns:
     """Decode dead letters from a manifest. Raises FormatError."""
-    rows = stored.rows
+    distinct = (stored.dead_letter_id,)
+    columns = column_format.Columns(stored.rows, distinct, what=_DEAD_LETTERS, offset=0, rows_max=_ROWS_MAX)
     letters = DeadLetterColumns(
-        _u64(stored.dead_letter_id, rows, f"{_DEAD_LETTERS} dead_letter_id"),
-        _u64(stored.ledger_id, rows, f"{_DEAD_LETTERS} ledger_id"),
-        _u64(stored.entry_id, rows, f"{_DEAD_LETTERS} entry_id"),
-        _u32(stored.batch_index, rows, f"{_DEAD_LETTERS} batch_index"),
-        _u64(stored.deliver_at_ms, rows, f"{_DEAD_LETTERS} deliver_at_ms"),
-        _u32(stored.key_hash, rows, f"{_DEAD_LETTERS} key_hash"),
-        _u32(stored.redelivery_count, rows, f"{_DEAD_LETTERS} redelivery_count"),
-        _u64(stored.dead_at_ms, rows, f"{_DEAD_LETTERS} dead_at_ms"),
-        _reasons(stored.reason, rows),
-        _u32(stored.text_index, rows, f"{_DEAD_LETTERS} text_index"),
+        columns.u64("dead_letter_id", stored.dead_letter_id),
+        columns.u64("ledger_id", stored.ledger_id),
+        columns.u64("entry_id", stored.entry_id),
+        columns.u32("batch_index", stored.batch_index),
+        columns.u64("deliver_at_ms", stored.deliver_at_ms),
+        columns.u32("key_hash", stored.key_hash),
+        columns.u32("redelivery_count", stored.redelivery_count),
+        columns.u64("dead_at_ms", stored.dead_at_ms),
+        _reasons(columns.u32("reason", stored.reason)),
+        columns.u32("text_index", stored.text_index),
         stored.texts,
     )
     _check(letters)
@@ -112,17 +117,8 @@ def _check(letters: DeadLetterColumns) -> None:
         )
 
 
-def _reasons(data: bytes, rows: int) -> U8:
-    reasons = _u32(data, rows, f"{_DEAD_LETTERS} reason")
+def _reasons(reasons: U32) -> U8:
     unknown = ~np.isin(reasons, list(DeadLetterReason))
     if unknown.any():
         raise format_errors.FormatError(_DEAD_LETTERS, 0, f"reason {reasons[unknown][0]} is not known")
     return reasons.astype(np.uint8)
-
-
-def _u64(data: bytes, rows: int, what: str) -> U64:
-    return column_format.decode_u64(data, rows, what=what)
-
-
-def _u32(data: bytes, rows: int, what: str) -> U32:
-    return column_format.decode_u32(data, rows, what=what)

@@ -26,7 +26,7 @@ class SegmentLimits:
     """The limits at which a segment ends.
 
     It ends before the row that is due more than `time_step_ms` after its first one, once it has `rows_min` rows (0 is
-    PIP-195's rule), and in any case with `rows_max` rows (-1 means no limit).
+    PIP-195's rule), and in any case with `rows_max` rows (-1 means `column_format.ROWS_MAX`).
     """
 
     time_step_ms: int = 300_000
@@ -51,8 +51,7 @@ def cut(deliver_at_ms: U64, limits: SegmentLimits) -> list[tuple[int, int]]:
         last_ms = min(int(deliver_at_ms[start]) + limits.time_step_ms, _U64_MAX)
         in_step = int(np.searchsorted(deliver_at_ms[start:], np.uint64(last_ms), side="right"))
         taken = max(in_step, limits.rows_min, 1)
-        if limits.rows_max != -1:
-            taken = min(taken, limits.rows_max)
+        taken = min(taken, column_format.ROWS_MAX if limits.rows_max == -1 else limits.rows_max)
         end = min(start + taken, rows)
         segments.append((start, end))
         start = end
@@ -135,21 +134,14 @@ def decode(
     if message.indexes:
         with format_errors.reading(what, offset):
             return _from_indexes(message)
-    zstd = zstd or decompressor()
-
-    def column(name: str, data: bytes) -> U64:
-        return column_format.decode_u64(data, rows, what=f"{what} column {name}", offset=offset, zstd=zstd)
-
-    key_hash = None
-    if message.HasField("key_hash"):
-        key_hash = column_format.decode_u32(
-            message.key_hash, rows, what=f"{what} column key_hash", offset=offset, zstd=zstd
-        )
+    columns = column_format.Columns(
+        rows, (message.ledger_id, message.entry_id), what=f"{what} column", offset=offset, zstd=zstd or decompressor()
+    )
     return Rows(
-        column("deliver_at_ms", message.deliver_at_ms),
-        column("ledger_id", message.ledger_id),
-        column("entry_id", message.entry_id),
-        key_hash,
+        columns.u64("deliver_at_ms", message.deliver_at_ms),
+        columns.u64("ledger_id", message.ledger_id),
+        columns.u64("entry_id", message.entry_id),
+        columns.u32("key_hash", message.key_hash) if message.HasField("key_hash") else None,
     )
 
 

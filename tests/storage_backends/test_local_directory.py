@@ -514,3 +514,10 @@ def test_locks_are_no_objects(store: LocalDirectory) -> None:
 def test_a_bad_lock_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match=r"name|key"):
         LocalLocks(tmp_path).try_lock(name)
+
+
+def test_a_range_that_is_far_too_long_is_damage_and_takes_no_memory(store: LocalDirectory) -> None:
+    store.put("bucket", b"0123456789")
+    for offset, length in ((0, 1 << 50), (20, 1 << 50), (5, 6)):
+        with pytest.raises(Damaged, match=f"the body has 10 bytes, too few for {length} from {offset}"):
+            store.get_range("bucket", offset, length)

@@ -139,3 +139,10 @@ def test_a_root_without_shards_is_refused() -> None:
     store.put(names.FORMAT_KEY, manifest.encode_root_format(dataclasses.replace(MADE, shards=0)))
     with pytest.raises(Damaged, match="it says that the root has 0 shards"):
         read_or_create(store)
+
+
+def test_a_root_of_more_shards_than_any_daemon_makes_is_refused() -> None:
+    store = MemoryStore()
+    store.put(names.FORMAT_KEY, manifest.encode_root_format(dataclasses.replace(MADE, shards=(1 << 32) - 1)))
+    with pytest.raises(Damaged, match="it says that the root has 4294967295 shards"):
+        read_or_create(store)

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 from pyroaring import BitMap, BitMap64
 
-from daemon.errors import InvariantViolated
+from daemon.errors import Corruption, InvariantViolated
 from storage_backends.formats.index_ids import are_of_batch_parts, of_part
 from storage_backends.formats.position_bitmap import PositionBitmap
 from storage_backends.formats.row_columns import U32, U64, Index, Rows
@@ -635,11 +635,18 @@ class PageTable:
 
 
 def _joined(pages: Mapping[int, bytes]) -> BitMap64:
-    """Join serialized 32-bit bitmaps, given by the ordinals of their pages, into one set of keys."""
+    """Join serialized 32-bit bitmaps, given by the ordinals of their pages, into one set of keys.
+
+    Raises Corruption if one of them is no bitmap.
+    """
     if not pages:
         return BitMap64()
     body = b"".join(_PAGE_HEADER.pack(ordinal) + pages[ordinal] for ordinal in sorted(pages))
-    return BitMap64.deserialize(_HEADER.pack(len(pages)) + body)
+    try:
+        joined = BitMap64.deserialize(_HEADER.pack(len(pages)) + body)
+    except (ValueError, IndexError) as error:
+        raise Corruption(f"the bitmaps of {len(pages)} pages: {error}") from error
+    return joined
 
 
 def ordinals_of(pages: BitMap) -> Ordinals:

@@ -197,3 +197,9 @@ def with_log(sequence: int, log_id: str = "log", *, log_ended: bool = False) -> 
 )
 def test_the_end_of_a_log_is_worth_a_look(watch: heartbeat.Watch, may_have_ended: bool) -> None:
     assert watch.may_have_ended("log") is may_have_ended
+
+
+def test_a_heartbeat_that_is_nested_without_end_cannot_be_read() -> None:
+    store = memory_store.MemoryStore()
+    store.put(names.daemon_key("north"), b'{"more":' + b"[" * 200_000)
+    assert heartbeat.read_heartbeat(store, "north") is None

@@ -124,11 +124,11 @@ def test_columns_of_other_lengths_than_are_said_are_refused() -> None:
     )
     for rows in (2, 4):
         message.in_use.ledgers.ledgers = rows
-        with pytest.raises(format_errors.FormatError, match="slot is damaged at byte"):
+        with pytest.raises(format_errors.FormatError, match="slot ledger_id is damaged at byte"):
             deletion_format.record_of(message, "slot", 9)
     message.in_use.ledgers.ledgers = 3
     message.in_use.ledgers.ClearField("uuid_lsb")
-    with pytest.raises(format_errors.FormatError, match="slot is damaged at byte"):
+    with pytest.raises(format_errors.FormatError, match="slot uuid_lsb is damaged at byte"):
         deletion_format.record_of(message, "slot", 9)
 
 

@@ -22,8 +22,8 @@ from daemon.core.index.position_keys import (
     pages_of,
     within,
 )
-from daemon.errors import InvariantViolated
-from storage_backends.formats.position_bitmap import position_bitmaps, positions_of
+from daemon.errors import Corruption, InvariantViolated
+from storage_backends.formats.position_bitmap import PositionBitmap, position_bitmaps, positions_of
 
 U64_MAX = (1 << 64) - 1
 u64 = st.one_of(st.integers(0, 20), st.sampled_from((2**32 - 1, 2**32, 2**33 + 1, U64_MAX)), st.integers(0, U64_MAX))
@@ -295,3 +295,10 @@ def test_a_page_that_was_forgotten_cannot_be_forgotten_again() -> None:
     with pytest.raises(InvariantViolated, match="not known"):
         table.forget_unheld(ordinals)
     assert table.find(*columns([(7, 1)])).tolist() == again.tolist()
+
+
+def test_stored_positions_that_are_no_bitmap_are_damage() -> None:
+    table = PageTable()
+    for entries in (b"", b"\xff" * 40):
+        with pytest.raises(Corruption, match="the bitmaps of 1 pages: "):
+            table.from_stored([PositionBitmap(1, 0, entries)])
