@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tarry
-from tarry import attempts
+from tarry import attempts, daemons
 
 OLD, NEW = "127.0.0.1:1", "127.0.0.1:2"
 FORMER_S = 12.0
@@ -13,7 +13,7 @@ FORMER_S = 12.0
 
 def asking(timeout_s: float) -> attempts.Asking:
     never = attempts.RetryPolicy(uniform=lambda low, high: 0.0)
-    return attempts.Asking(attempts.Owners(OLD), never, attempts.Deadline.after(timeout_s))
+    return attempts.Asking(daemons.Daemons([OLD]), never, attempts.Deadline.after(timeout_s))
 
 
 def told_of_a_former_owner() -> tarry.Unavailable:

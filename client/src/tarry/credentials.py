@@ -63,6 +63,25 @@ def check_target(target: str, *, name: str = "target") -> None:
         raise errors.InvalidArgument(f"{name} is {target!r}, and {port[1]} is no port; it must be at most {PORT_MAX}")
 
 
+def addresses_of(target: str | Sequence[str], *, name: str = "target") -> tuple[str, ...]:
+    """Return the addresses of a target: those of a list, or of text with commas between them.
+
+    Raises InvalidArgument if one is empty or has an invalid port.
+    """
+    given = target
+    if isinstance(target, str):
+        # gRPC's form of several addresses of one kind
+        scheme = next((each for each in ("ipv4:", "ipv6:") if target.startswith(each)), "")
+        given = [f"{scheme}{each.strip().removeprefix(scheme)}" for each in target.split(",")]
+    for address in given:
+        if address in ("", "ipv4:", "ipv6:"):
+            raise errors.InvalidArgument(f"{name} is {target!r}, and an address of it is empty; it must be host:port")
+        check_target(address, name=name)
+    if not given:
+        raise errors.InvalidArgument(f"{name} is {target!r}; it must have an address, host:port")
+    return tuple(dict.fromkeys(given))
+
+
 def is_unix_socket(target: str) -> bool:
     return target.startswith(("unix:", "unix-abstract:"))
 
