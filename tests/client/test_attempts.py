@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grpc
 import pytest
 
 import tarry
@@ -72,3 +73,55 @@ def test_when_the_owner_of_what_is_of_no_topic_fails_the_target_is_asked_again()
     third = plan.send(None)
     assert isinstance(third, attempts.Send)
     assert third.address == OLD
+
+
+def search(*addresses: str, waits_s: float = 1.0) -> attempts.Search:
+    policy = attempts.RetryPolicy(initial_s=waits_s, uniform=lambda low, high: high)
+    return attempts.Search(daemons.Daemons(addresses), policy, "t")
+
+
+def test_each_address_is_asked_once_between_two_back_offs() -> None:
+    of_two = search(OLD, NEW)
+    asked = [(of_two.address, of_two.failed(of_two.address, tarry.Unavailable("down"))) for _ in range(4)]
+    assert asked == [(OLD, 0.0), (NEW, 1.0), (OLD, 0.0), (NEW, 1.0)]
+
+
+def test_a_standby_that_names_a_dead_owner_is_asked_again_after_one_back_off() -> None:
+    of_two = search(OLD, NEW)
+    asked = []
+    for _ in range(6):
+        address = of_two.address
+        error = tarry.Unavailable("dead") if address == OLD else tarry.NotOwner("stands by", owner_address=OLD)
+        asked.append((address, of_two.failed(address, error)))
+    # The first redirect is followed at once, as before.
+    assert asked == [(OLD, 0.0), (NEW, 0.0), (OLD, 0.0), (NEW, 1.0), (OLD, 0.0), (NEW, 1.0)]
+
+
+def test_a_stream_that_makes_progress_searches_from_the_beginning() -> None:
+    of_one = search(OLD, waits_s=0.25)
+    assert [of_one.failed(OLD, tarry.Unavailable("down")) for _ in range(2)] == [0.25, 0.5]
+    of_one.restart()
+    assert of_one.failures == 0
+    assert of_one.failed(OLD, tarry.Unavailable("down")) == 0.25
+
+
+def test_a_call_that_is_made_once_is_preceded_by_a_question_where_there_is_a_choice() -> None:
+    def planned(*addresses: str) -> attempts.Plan[attempts.Send]:
+        policy = attempts.RetryPolicy(uniform=lambda low, high: 0.0)
+        planning = attempts.Planning(daemons.Daemons(addresses), policy, timeout_s=5.0, rows_max=1, bytes_max=1)
+        return planning.once(attempts.Method("once", len), b"r", None)
+
+    with pytest.raises(StopIteration) as ended:
+        next(planned(OLD))
+    assert (ended.value.value.address, ended.value.value.request) == (OLD, b"r")
+    plan = planned(OLD, NEW)
+    first = next(plan)
+    assert isinstance(first, attempts.Send)
+    assert (first.method, first.address) == (attempts.VERSION, OLD)
+    assert plan.throw(tarry.Unavailable("dead")) == attempts.Wait(0.0)
+    second = plan.send(None)
+    assert isinstance(second, attempts.Send)
+    assert second.address == NEW
+    with pytest.raises(StopIteration) as ended:
+        plan.throw(tarry.TarryError("one of before", code=grpc.StatusCode.UNIMPLEMENTED))
+    assert ended.value.value.address == NEW

@@ -13,6 +13,7 @@ silent daemon is asked for its version, beside the calls, until it answers or re
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import time
@@ -34,28 +35,33 @@ def patience_s(timeout_s: float | None) -> float:
     return SILENCE_S if timeout_s is None else min(SILENCE_S, max(_SILENCE_MIN_S, _OF_TIMEOUT * timeout_s))
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True)
+class _Line:
+    """The connection to one address, until the daemon there is left."""
+
+    waiting: dict[float, int] = dataclasses.field(default_factory=dict)
+    """Patience (seconds) -> number of callers that wait with it"""
+    quiet_since_s: float | None = None
+    """The beginning of the first wait since the daemon was heard last; None if no caller has waited since"""
+
+    @property
+    def patience_s(self) -> float:
+        return min(self.waiting, default=SILENCE_S)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Waiting:
     """A caller that waits for a daemon, and lets it be quiet for `patience_s` (seconds)."""
 
-    address: str
+    line: _Line
     patience_s: float
-
-
-@dataclasses.dataclass(slots=True)
-class _Line:
-    """The connection to one address."""
-
-    waiting: set[Waiting] = dataclasses.field(default_factory=set)
-    quiet_since_s: float | None = None
-    """The beginning of the first wait since the daemon was heard last; None if no caller has waited since"""
 
 
 class Daemons:
     """The daemons of one client.
 
-    Threads may share it: the methods of waits (`begin`, `end`, `look_at_s`, `patience_s`) are called under one lock,
-    and each of the others is harmless beside any. The topic None stands for calls without a topic, such as the list of
+    Threads may share it: the methods of waits (`begin`, `end`, `failed`, `look_at_s`, `patience_s`, `leave`) are called under
+    one lock, and each of the others is harmless beside any. The topic None stands for calls without a topic, such as the list of
     topics; its owner is the one that a standby has named.
     """
 
@@ -67,7 +73,7 @@ class Daemons:
         self._learned: dict[str, None] = {}
         self._owners: dict[str | None, str] = {}
         self._features: dict[str, frozenset[str]] = {}
-        self._lines: dict[str, _Line] = {}
+        self._lines: collections.defaultdict[str, _Line] = collections.defaultdict(_Line)
         # Silent address -> when it was left
         self._silent: dict[str, float] = {}
         self.now_s = now_s
@@ -126,20 +132,23 @@ class Daemons:
 
     def begin(self, address: str, timeout_s: float | None) -> Waiting:
         """Begin a wait for the daemon at an address, of at most `timeout_s` (seconds)."""
-        line = self._lines.setdefault(address, _Line())
-        waiting = Waiting(address, patience_s(timeout_s))
-        line.waiting.add(waiting)
+        line = self._lines[address]
+        waiting = Waiting(line, patience_s(timeout_s))
+        line.waiting[waiting.patience_s] = line.waiting.get(waiting.patience_s, 0) + 1
         if line.quiet_since_s is None:
             line.quiet_since_s = self.now_s()
         return waiting
 
     def end(self, waiting: Waiting) -> None:
         """End a wait, answered or not."""
-        self._lines[waiting.address].waiting.discard(waiting)
+        counts = waiting.line.waiting
+        counts[waiting.patience_s] -= 1
+        if not counts[waiting.patience_s]:
+            del counts[waiting.patience_s]
 
     def heard(self, address: str) -> None:
         """Note that something came from the daemon, or that the connection to it is refused: it is not silent."""
-        line = self._lines.setdefault(address, _Line())
+        line = self._lines[address]
         line.quiet_since_s = self.now_s() if line.waiting else None
         was_silent = self._silent.pop(address, None) is not None
         if was_silent and address in self._given and self._is_silent(self._first):
@@ -147,8 +156,8 @@ class Daemons:
 
     def quiet_s(self, address: str) -> float:
         """Return how long callers have waited and nothing has come from the daemon (seconds)."""
-        line = self._lines.get(address)
-        return 0.0 if line is None or line.quiet_since_s is None else self.now_s() - line.quiet_since_s
+        since_s = self._lines[address].quiet_since_s
+        return 0.0 if since_s is None else self.now_s() - since_s
 
     def is_quiet(self, address: str, waited_s: float) -> bool:
         """Return True if the daemon should have reported its version to a caller who has waited as long (seconds)."""
@@ -166,12 +175,12 @@ class Daemons:
         line = self._lines[address]
         if line.waiting:
             since_s = self.now_s() if line.quiet_since_s is None else line.quiet_since_s
-            return since_s + self.patience_s(address)
+            return since_s + line.patience_s
         return self.now_s() if self._is_silent(address) else math.inf
 
     def patience_s(self, address: str) -> float:
         """Return how long the daemon may take to report its version (seconds)."""
-        return min((each.patience_s for each in self._lines[address].waiting), default=SILENCE_S)
+        return self._lines[address].patience_s
 
     def leave(self, address: str) -> None:
         """Note that the daemon is silent, so that no call goes there while another is known; forget who waits."""

@@ -210,7 +210,8 @@ class Connections:
         """Return the reason why a call or stream ended with this failure."""
         if connected.channel in self._left:
             return _silent(connected.address)
-        self._known.failed(connected.address, error)
+        with self._changed:
+            self._known.failed(connected.address, error)
         return self.judged(error, connected)
 
     def _check_open(self) -> None:
