@@ -76,14 +76,20 @@ def test_when_the_owner_of_what_is_of_no_topic_fails_the_target_is_asked_again()
 
 
 def search(*addresses: str, waits_s: float = 1.0) -> attempts.Search:
-    policy = attempts.RetryPolicy(initial_s=waits_s, uniform=lambda low, high: high)
+    policy = attempts.RetryPolicy(initial_s=waits_s, max_s=waits_s * 2, uniform=lambda low, high: high)
     return attempts.Search(daemons.Daemons(addresses), policy, "t")
 
 
 def test_each_address_is_asked_once_between_two_back_offs() -> None:
     of_two = search(OLD, NEW)
     asked = [(of_two.address, of_two.failed(of_two.address, tarry.Unavailable("down"))) for _ in range(4)]
-    assert asked == [(OLD, 0.0), (NEW, 1.0), (OLD, 0.0), (NEW, 1.0)]
+    assert asked == [(OLD, 0.0), (NEW, 1.0), (OLD, 0.0), (NEW, 2.0)]
+
+
+def test_a_daemon_that_says_when_to_retry_is_asked_then_though_another_one_is_dead() -> None:
+    of_two = search(NEW, OLD)
+    assert of_two.failed(NEW, tarry.Unavailable("taking over", retry_after_ms=25)) == 0.0
+    assert of_two.failed(OLD, tarry.Unavailable("dead")) == 0.025
 
 
 def test_a_standby_that_names_a_dead_owner_is_asked_again_after_one_back_off() -> None:
@@ -94,7 +100,7 @@ def test_a_standby_that_names_a_dead_owner_is_asked_again_after_one_back_off() -
         error = tarry.Unavailable("dead") if address == OLD else tarry.NotOwner("stands by", owner_address=OLD)
         asked.append((address, of_two.failed(address, error)))
     # The first redirect is followed at once, as before.
-    assert asked == [(OLD, 0.0), (NEW, 0.0), (OLD, 0.0), (NEW, 1.0), (OLD, 0.0), (NEW, 1.0)]
+    assert asked == [(OLD, 0.0), (NEW, 0.0), (OLD, 0.0), (NEW, 2.0), (OLD, 0.0), (NEW, 2.0)]
 
 
 def test_a_stream_that_makes_progress_searches_from_the_beginning() -> None:

@@ -29,7 +29,7 @@ class RetryPolicy:
     """
 
     initial_s: float = 0.05
-    max_s: float = 1.0
+    max_s: float = 0.5
     uniform: Callable[[float, float], float] = random.uniform
 
     def delay_s(self, error: errors.TarryError, attempt: int) -> float:
@@ -144,7 +144,8 @@ RETAINED = Need("retention", RETENTION)
 class Search:
     """The failures of one call or stream on its way to the daemon that serves its topic.
 
-    Each address is asked once between two back-offs, so that a dead one delays no call.
+    Each address is asked once between two back-offs, so that a dead one delays no call. The daemon that may be asked
+    first decides how long a back-off is.
     """
 
     def __init__(self, known: daemons.Daemons, policy: RetryPolicy, topic: str | None) -> None:
@@ -157,7 +158,8 @@ class Search:
         """Forget all failures, because there was progress."""
         self.failures = 0
         self._rounds = 0
-        self._asked: set[str] = set()
+        # Address -> failure, since the last back-off
+        self._asked: dict[str, errors.TarryError] = {}
 
     @property
     def address(self) -> str:
@@ -167,13 +169,14 @@ class Search:
     def failed(self, address: str, error: errors.TarryError) -> float:
         """Learn from a failure at an address; return how long to wait before the next attempt (seconds)."""
         self.failures += 1
-        self._asked.add(address)
+        self._asked[address] = error
         self._known.learn(self._topic, address, error)
         if self.address not in self._asked:
             return 0.0
-        self._asked.clear()
         self._rounds += 1
-        return self._policy.delay_s(error, self._rounds)
+        delay_s = min(self._policy.delay_s(each, self._rounds) for each in self._asked.values())
+        self._asked.clear()
+        return delay_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -60,9 +60,9 @@ class Waiting:
 class Daemons:
     """The daemons of one client.
 
-    Threads may share it: the methods of waits (`begin`, `end`, `failed`, `look_at_s`, `patience_s`, `leave`) are called under
-    one lock, and each of the others is harmless beside any. The topic None stands for calls without a topic, such as the list of
-    topics; its owner is the one that a standby has named.
+    Threads may share it. The methods of waits (`begin`, `end`, `failed`, `look_at_s`, `patience_s`, `leave`) are called
+    under one lock; each of the others is harmless beside any. The topic None stands for calls without a topic, such as
+    the list of topics; its owner is the one that a standby has named.
     """
 
     def __init__(self, addresses: Sequence[str], now_s: Callable[[], float] = time.monotonic) -> None:

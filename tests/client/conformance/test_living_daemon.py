@@ -214,6 +214,7 @@ async def test_receive_raises_what_a_dead_daemon_might_have_sent(daemon: FakeDae
 
     daemon.script("Subscribe", breaking, refused)
     client = connect(daemon.address, timeout_s=WAIT_S, retry_policy=conftest.AT_ONCE)
+
     async def until_it_is_noticed() -> None:
         while await subscription.receive(0.2) is None:
             pass

@@ -72,7 +72,7 @@ class Receiver(Generic[Received]):
         self._receiving = state
         name = f"subscription {subscription!r} of topic {topic!r}"
         self._lifetime = streams.Lifetime(known.daemons, known.policy, topic, name, timeout_s=timeout_s)
-        # Where the stream was opened last
+        # The address of the last stream
         self._address = self._lifetime.address
         self._shared = shared
         self._session = session.Session(shared.connections, self._lifetime, self._open_at, self)
