@@ -120,8 +120,9 @@ class Daemons:
         self._learned.pop(address, None)
         if address != self._first:
             return
-        place = known.index(address)
-        others = known[place + 1 :] + known[:place]
+        # Another thread may have dropped it.
+        place = known.index(address) if address in known else 0
+        others = [each for each in known[place:] + known[:place] if each != address]
         stays = address if address in self._given else self._given[0]
         self._first = next((each for each in others if not self._is_silent(each)), stays)
 
