@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import trustme
 
 import tarry
 from examples import processes
 from tests._support.name_server import name_server
 from tests._support.processes import Daemons
+from tests.client._support.authority import Authority, replaced
 
 # The machine may be busy.
 PATIENCE_S = 600.0
@@ -34,9 +33,9 @@ def fault(request: pytest.FixtureRequest) -> tuple[str, Callable[[processes.Daem
     return FAULTS[request.param]
 
 
-def started(daemons: Daemons, root: Path, log_form: str, **named: Any) -> Pair:
+def started(daemons: Daemons, root: Path, log_form: str) -> Pair:
     """The owner, and a standby that waits for it."""
-    settings = SETTINGS | processes.local_store(root) | {"store.log_form": log_form} | named
+    settings = SETTINGS | processes.local_store(root) | {"store.log_form": log_form}
     owner, standby = (daemons.make(name, settings) for name in ("owner", "standby"))
     return start(owner, standby)
 
@@ -85,31 +84,30 @@ def test_a_client_of_the_standby_alone_returns_to_it_from_the_owner_that_it_name
         check_goes_on(client, owner, end)
 
 
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "TLS"])
 def test_it_goes_on_where_a_name_has_the_addresses_of_both(
-    fault: tuple[str, Callable[[Any], None]], daemons: Daemons, tmp_path: Path
+    with_tls: bool, fault: tuple[str, Callable[[Any], None]], daemons: Daemons, tmp_path: Path
 ) -> None:
     log_form, end = fault
     hosts, port = ("127.0.0.1", "127.0.0.2"), processes.free_port()
     settings = SETTINGS | processes.local_store(tmp_path / "root") | {"store.log_form": log_form}
+    tls = None
+    if with_tls:
+        authority = Authority()
+        issued = authority.issue(*hosts, "tarry.test")
+        tls = tarry.Tls(replaced(tmp_path / "ca.pem", authority.certificate))
+        settings |= {
+            "tls.cert_file": replaced(tmp_path / "tls.crt", issued.chain),
+            "tls.key_file": replaced(tmp_path / "tls.key", issued.key),
+        }
     pair = []
     for name, host in zip(("owner", "standby"), hosts, strict=True):
-        made = daemons.make(name, settings | {"grpc.listen": f"{host}:{port}"})
+        made = daemons.make(name, settings | {"grpc.listen": f"{host}:{port}"}, tls=tls)
         made.address = f"{host}:{port}"
         pair.append(made)
     owner, _ = start(*pair)
     with (
         name_server(hosts) as server,
-        tarry.Client(f"dns://{server}/tarry.test:{port}", timeout_s=PATIENCE_S) as client,
+        tarry.Client(f"dns://{server}/tarry.test:{port}", timeout_s=PATIENCE_S, tls=tls) as client,
     ):
         check_goes_on(client, owner, end)
-
-
-@contextlib.contextmanager
-def secured(folder: Path) -> Iterator[tuple[dict[str, object], tarry.Tls]]:
-    """The settings of daemons with TLS, and what their clients need."""
-    authority = trustme.CA()
-    issued = authority.issue_cert("127.0.0.1")
-    issued.private_key_and_cert_chain_pem.write_to_path(folder / "daemon.pem")
-    authority.cert_pem.write_to_path(folder / "ca.pem")
-    pem = str(folder / "daemon.pem")
-    yield {"tls.cert": pem, "tls.key": pem}, tarry.Tls(ca_file=folder / "ca.pem")
