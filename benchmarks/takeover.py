@@ -120,13 +120,13 @@ def _turn(
             rounds.check(case, problem)
         if problems:
             bench.say(f"{NAME}: the end of the standby's log:\n{standby.log_text()[-LOG_CHARACTERS:]}")
-        phases = _phases(standby.log_text(), killed_ms)
+        times = phases(standby.log_text(), killed_ms)
         # The standby's probe goes on beside the takeover, a race each second.
         asked = [each for each in store.requests if each.arrived_s > killed_s and not each.key.startswith("probe/")]
         failed = sum(each.fault is not None for each in asked)
         if case != NO_FAULTS and not failed:
             rounds.check(case, "no request has failed: it shows nothing")
-    figures: dict[str, float] = {f"{phase}, {case}, s": value for phase, value in phases.items()}
+    figures: dict[str, float] = {f"{phase}, {case}, s": value for phase, value in times.items()}
     slots = {each.key for each in asked if each.kind == "get" and each.key.startswith(names.LOGS_PREFIX)}
     figures |= {
         f"first hand-out, {case}, s": seconds,
@@ -158,7 +158,7 @@ def _take_over(
     return seconds, [*late, *history.breaches()[:5]]
 
 
-def _phases(log: str, killed_ms: int) -> Mapping[str, float]:
+def phases(log: str, killed_ms: int) -> Mapping[str, float]:
     """Return when the standby first took over and last began to serve, by its log (seconds since SIGKILL)."""
     taking, serving = (
         [

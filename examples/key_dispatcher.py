@@ -72,7 +72,12 @@ class Dispatcher:
     def run(self) -> None:
         while self.mark_delete < len(self._log):
             self._plan()
-            match self._subscription.receive(IDLE_S):
+            try:
+                event = self._subscription.receive(IDLE_S)
+            except tarry.DeadlineExceeded:
+                # No daemon can be reached now; the library goes on trying.
+                continue
+            match event:
                 case tarry.ConsumerBatch() as batch:
                     self._dispatch(batch)
                 case tarry.TakenBack() as taken:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -73,9 +74,11 @@ class Relay:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                batch = self._subscription.receive(timeout_s=self._patience_s())
-                if batch is not None:
-                    self._take(batch)
+                # While no daemon can be reached, the library goes on trying.
+                with contextlib.suppress(tarry.DeadlineExceeded):
+                    batch = self._subscription.receive(timeout_s=self._patience_s())
+                    if batch is not None:
+                        self._take(batch)
                 self._acknowledge_what_was_kept()
         except BaseException as failure:
             with self._progress:

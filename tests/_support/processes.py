@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import tarry
 from examples.processes import REPOSITORY, TARRYD, DaemonProcess, guard
 from tests._support import forked
 
@@ -67,12 +68,13 @@ class Daemons:
         daemon_id: str | None = None,
         configuration: str = "",
         program: Sequence[str] = TARRYD,
+        tls: tarry.Tls | None = None,
     ) -> DaemonProcess:
         """A daemon that is not started yet. `name` names its log, and is its id unless `daemon_id` says otherwise.
-        `program`: what takes the place of `tarryd`.
+        `program`: what takes the place of `tarryd`. `tls`: what its clients need, None without TLS.
         """
         daemon = DaemonProcess(
-            name, self._directory, settings, daemon_id=daemon_id, configuration=configuration, program=program
+            name, self._directory, settings, daemon_id=daemon_id, configuration=configuration, program=program, tls=tls
         )
         self._made.append(daemon)
         return daemon

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import grpc
 import pytest
 
 import tarry
-from tarry import attempts
+from tarry import attempts, daemons
 
 OLD, NEW = "127.0.0.1:1", "127.0.0.1:2"
 FORMER_S = 12.0
@@ -13,7 +14,7 @@ FORMER_S = 12.0
 
 def asking(timeout_s: float) -> attempts.Asking:
     never = attempts.RetryPolicy(uniform=lambda low, high: 0.0)
-    return attempts.Asking(attempts.Owners(OLD), never, attempts.Deadline.after(timeout_s))
+    return attempts.Asking(daemons.Daemons([OLD]), never, attempts.Deadline.after(timeout_s))
 
 
 def told_of_a_former_owner() -> tarry.Unavailable:
@@ -98,9 +99,67 @@ def test_a_call_without_an_answer_says_whether_it_may_have_landed(
     last: tarry.TarryError, may_have_landed: bool
 ) -> None:
     late = attempts.RetryPolicy(uniform=lambda low, high: 60.0)
-    asked = attempts.Asking(attempts.Owners(OLD), late, attempts.Deadline.after(5.0))
+    asked = attempts.Asking(daemons.Daemons([OLD]), late, attempts.Deadline.after(5.0))
     plan = asked.ask_and_tell(attempts.Method("m", len), b"r", topic="t")
     next(plan)
     with pytest.raises(tarry.DeadlineExceeded) as raised:
         plan.throw(last)
     assert raised.value.may_have_landed is may_have_landed
+
+
+def search(*addresses: str, waits_s: float = 1.0) -> attempts.Search:
+    policy = attempts.RetryPolicy(initial_s=waits_s, max_s=waits_s * 2, uniform=lambda low, high: high)
+    return attempts.Search(daemons.Daemons(addresses), policy, "t")
+
+
+def test_each_address_is_asked_once_between_two_back_offs() -> None:
+    of_two = search(OLD, NEW)
+    asked = [(of_two.address, of_two.failed(of_two.address, tarry.Unavailable("down"))) for _ in range(4)]
+    assert asked == [(OLD, 0.0), (NEW, 1.0), (OLD, 0.0), (NEW, 2.0)]
+
+
+def test_a_daemon_that_says_when_to_retry_is_asked_then_though_another_one_is_dead() -> None:
+    of_two = search(NEW, OLD)
+    assert of_two.failed(NEW, tarry.Unavailable("taking over", retry_after_ms=25)) == 0.0
+    assert of_two.failed(OLD, tarry.Unavailable("dead")) == 0.025
+
+
+def test_a_standby_that_names_a_dead_owner_is_asked_again_after_one_back_off() -> None:
+    of_two = search(OLD, NEW)
+    asked = []
+    for _ in range(6):
+        address = of_two.address
+        error = tarry.Unavailable("dead") if address == OLD else tarry.NotOwner("stands by", owner_address=OLD)
+        asked.append((address, of_two.failed(address, error)))
+    # The first redirect is followed at once, as before.
+    assert asked == [(OLD, 0.0), (NEW, 0.0), (OLD, 0.0), (NEW, 2.0), (OLD, 0.0), (NEW, 2.0)]
+
+
+def test_a_stream_that_makes_progress_searches_from_the_beginning() -> None:
+    of_one = search(OLD, waits_s=0.25)
+    assert [of_one.failed(OLD, tarry.Unavailable("down")) for _ in range(2)] == [0.25, 0.5]
+    of_one.restart()
+    assert of_one.failures == 0
+    assert of_one.failed(OLD, tarry.Unavailable("down")) == 0.25
+
+
+def test_a_call_that_is_made_once_is_preceded_by_a_question_where_there_is_a_choice() -> None:
+    def planned(*addresses: str) -> attempts.Plan[attempts.Send]:
+        policy = attempts.RetryPolicy(uniform=lambda low, high: 0.0)
+        planning = attempts.Planning(daemons.Daemons(addresses), policy, timeout_s=5.0, rows_max=1, bytes_max=1)
+        return planning.once(attempts.Method("once", len), b"r", None)
+
+    with pytest.raises(StopIteration) as ended:
+        next(planned(OLD))
+    assert (ended.value.value.address, ended.value.value.request) == (OLD, b"r")
+    plan = planned(OLD, NEW)
+    first = next(plan)
+    assert isinstance(first, attempts.Send)
+    assert (first.method, first.address) == (attempts.VERSION, OLD)
+    assert plan.throw(tarry.Unavailable("dead")) == attempts.Wait(0.0)
+    second = plan.send(None)
+    assert isinstance(second, attempts.Send)
+    assert second.address == NEW
+    with pytest.raises(StopIteration) as ended:
+        plan.throw(tarry.TarryError("one of before", code=grpc.StatusCode.UNIMPLEMENTED))
+    assert ended.value.value.address == NEW

@@ -120,6 +120,22 @@ async def test_what_is_due_is_published_and_then_acknowledged() -> None:
     assert [each.once_id for each in broker.published] == [f"orders@1:relay:{name}" for name in names]
 
 
+async def test_a_daemon_that_cannot_be_reached_for_a_while_does_not_end_the_session() -> None:
+    class Away(Daemon):
+        missed = 0
+
+        async def receive(self, timeout_s: float, **given: object) -> Any:
+            if self.missed < 3:
+                self.missed += 1
+                await asyncio.sleep(0)
+                raise tarry.DeadlineExceeded("reached no daemon", last=tarry.Unavailable("away"))
+            return await super().receive(timeout_s, **given)
+
+    daemon = Away(due=[tarry.DeliveryId(1, 4, None, 5_000, 0)])
+    await relayed(Listed(), daemon, lambda: daemon.acknowledged == [4])
+    assert daemon.missed == 3
+
+
 async def test_what_its_target_refuses_for_good_is_a_dead_letter() -> None:
     broker = Listed(refusing={"due"})
     daemon = Daemon(due=[tarry.DeliveryId(1, 4, None, 5_000, 0)])

@@ -3,9 +3,9 @@
 A *plan* is a generator. It yields steps, `Send` and `Wait`. It is resumed with the response of a `Send`, or its
 failure, a TarryError, is thrown into it; it returns what the caller asked for. The runner of a plan
 (`tarry.aio.connections`) performs the steps and decides nothing.
-Contents: back-off and deadlines (`RetryPolicy`, `Deadline`), the known owner of each topic and the features of daemons
-(`Owners`), the attempts of one call (`Asking`), and settings and argument checks that the plans of all calls share
-(`Planning`). `tarry.errors` decides which failures are worth another attempt.
+Contents: back-off and deadlines (`RetryPolicy`, `Deadline`), the attempts of one call (`Search`, `Asking`), and
+settings and argument checks that the plans of all calls share (`Planning`). `tarry.errors` decides which failures are
+worth another attempt, `tarry.daemons` which daemon is asked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from tarry import columns, errors, reasons, wire
+from tarry import columns, daemons, errors, reasons, wire
 from tarry.v1 import cluster_pb2, inspect_pb2
 
 
@@ -29,7 +29,7 @@ class RetryPolicy:
     """
 
     initial_s: float = 0.05
-    max_s: float = 1.0
+    max_s: float = 0.5
     uniform: Callable[[float, float], float] = random.uniform
 
     def delay_s(self, error: errors.TarryError, attempt: int) -> float:
@@ -141,46 +141,49 @@ RETAINED = Need("retention", RETENTION)
 """An older daemon does not know the call."""
 
 
-class Owners:
-    """The known owner of each topic, and the features of daemons.
+class Search:
+    """The failures of one call or stream on its way to the daemon that serves its topic.
 
-    Threads may share it: every method is one operation of a dictionary. The topic None stands for calls without a
-    topic, such as the list of topics; its owner is the one that a standby has named.
+    Each address is asked once between two back-offs, so that a dead one delays no call. The daemon that may be asked
+    first decides how long a back-off is.
     """
 
-    def __init__(self, target: str) -> None:
-        self.target = target
-        self._owners: dict[str | None, str] = {}
-        self._features: dict[str, frozenset[str]] = {}
+    def __init__(self, known: daemons.Daemons, policy: RetryPolicy, topic: str | None) -> None:
+        self._known = known
+        self._policy = policy
+        self._topic = topic
+        self.restart()
 
-    def features(self, address: str) -> frozenset[str] | None:
-        """Return the features that the daemon at an address reported, or None if it must be asked."""
-        return self._features.get(address)
+    def restart(self) -> None:
+        """Forget all failures, because there was progress."""
+        self.failures = 0
+        self._rounds = 0
+        # Address -> failure, since the last back-off
+        self._asked: dict[str, errors.TarryError] = {}
 
-    def learn_features(self, address: str, features: frozenset[str]) -> None:
-        self._features[address] = features
+    @property
+    def address(self) -> str:
+        """The address to ask next."""
+        return self._known.address(self._topic)
 
-    def address(self, topic: str | None) -> str:
-        """Return the topic's owner if it is known, otherwise the target."""
-        return self._owners.get(topic, self.target)
-
-    def learn(self, topic: str | None, error: errors.TarryError) -> None:
-        """Learn from a failure which daemon to ask next: the owner that it names, otherwise the target again.
-
-        Forgets the features of the asked address, because another daemon may be there from now on.
-        """
-        self._features.pop(self.address(topic), None)
-        if isinstance(error, (errors.NotOwner, errors.OutcomeUnknown)) and error.owner_address:
-            self._owners[topic] = error.owner_address
-        else:
-            self._owners.pop(topic, None)
+    def failed(self, address: str, error: errors.TarryError) -> float:
+        """Learn from a failure at an address; return how long to wait before the next attempt (seconds)."""
+        self.failures += 1
+        self._asked[address] = error
+        self._known.learn(self._topic, address, error)
+        if self.address not in self._asked:
+            return 0.0
+        self._rounds += 1
+        delay_s = min(self._policy.delay_s(each, self._rounds) for each in self._asked.values())
+        self._asked.clear()
+        return delay_s
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Asking:
     """The rules for the attempts of one call, or of several that share a deadline."""
 
-    owners: Owners
+    daemons: daemons.Daemons
     policy: RetryPolicy
     deadline: Deadline
 
@@ -213,13 +216,15 @@ class Asking:
         last: errors.TarryError | None = None
         may_have_landed = False
         attempt = 0
+        search = Search(self.daemons, self.policy, topic)
         while remaining_s := self.deadline.remaining_s():
             attempt += 1
+            address = search.address
             encoded = request if isinstance(request, bytes) else request()
             try:
                 if needs is not None:
-                    yield from self._check_can(needs, self.owners.address(topic), remaining_s)
-                response: Response = yield Send(method, encoded, self.owners.address(topic), remaining_s)
+                    yield from self._check_can(needs, address, remaining_s)
+                response: Response = yield Send(method, encoded, address, remaining_s)
                 return response, may_have_landed
             except errors.TarryError as failure:
                 error = failure
@@ -231,14 +236,14 @@ class Asking:
             if not errors.is_retryable(error):
                 raise error
             last = error
-            delay_s = self.policy.delay_s(error, attempt)
             if isinstance(error, errors.Unavailable) and error.former_owner_ms is not None:
                 # The owner answered and has done nothing yet: the caller's time is for what comes after.
+                delay_s = self.policy.delay_s(error, attempt)
                 self.deadline.extend(delay_s)
                 yield Wait(delay_s, error.message)
                 continue
             may_have_landed = may_have_landed or isinstance(error, (errors.Unavailable, errors.OutcomeUnknown))
-            self.owners.learn(topic, error)
+            delay_s = search.failed(address, error)
             if delay_s >= self.deadline.remaining_s():
                 break
             yield Wait(delay_s)
@@ -248,7 +253,7 @@ class Asking:
 
     def _check_can(self, needs: Need, address: str, remaining_s: float) -> Plan[None]:
         """Raise Unsupported if the daemon lacks the feature, or the failure of asking."""
-        features = self.owners.features(address)
+        features = self.daemons.features(address)
         if features is None:
             try:
                 version = yield Send(VERSION, b"", address, remaining_s)
@@ -257,7 +262,7 @@ class Asking:
                 if not errors.is_unknown_call(error):
                     raise
                 features = frozenset()
-            self.owners.learn_features(address, features)
+            self.daemons.learn_features(address, features)
         if (unmet := needs.unmet(features, f"the daemon at {address}")) is not None:
             raise unmet
 
@@ -265,9 +270,11 @@ class Asking:
 class Planning:
     """The base of the classes that make plans."""
 
-    def __init__(self, target: str, policy: RetryPolicy, *, timeout_s: float, rows_max: int, bytes_max: int) -> None:
-        """Make plans with these settings for a target of `credentials.check_target`."""
-        self.owners = Owners(target)
+    def __init__(
+        self, known: daemons.Daemons, policy: RetryPolicy, *, timeout_s: float, rows_max: int, bytes_max: int
+    ) -> None:
+        """Make plans for these daemons, with these settings."""
+        self.daemons = known
         self.policy = policy
         self.timeout_s = timeout_s
         self.rows_max = rows_max
@@ -277,7 +284,21 @@ class Planning:
         return Deadline.after((self.timeout_s if timeout_s is None else timeout_s) + longer_by_s)
 
     def asking(self, timeout_s: float | None, *, longer_by_s: float = 0.0) -> Asking:
-        return Asking(self.owners, self.policy, self.deadline(timeout_s, longer_by_s=longer_by_s))
+        return Asking(self.daemons, self.policy, self.deadline(timeout_s, longer_by_s=longer_by_s))
+
+    def once(self, method: Method[Any], request: bytes, timeout_s: float | None) -> Plan[Send]:
+        """Return a call that is made once, to a daemon that answers if there is a choice.
+
+        Raises what `Asking.ask` does.
+        """
+        asking = self.asking(timeout_s)
+        if self.daemons.are_several:
+            try:
+                yield from asking.ask(VERSION, b"", topic=None)
+            except errors.TarryError as error:
+                if not errors.is_unknown_call(error):
+                    raise
+        return Send(method, request, self.daemons.address(None), asking.deadline.remaining_s())
 
 
 def needs_of(on_invalid: reasons.OnInvalid) -> Need | None:

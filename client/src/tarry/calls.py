@@ -621,11 +621,10 @@ class Calls(RedeliveryCalls, deletion_calls.DeletionCalls):
 
     def collect_garbage(
         self, *, dry_run: bool, force: bool, retry_dead_objects: bool, timeout_s: float | None
-    ) -> attempts.Send:
-        """Return a call instead of a plan, because there are many answers and no second attempt."""
+    ) -> attempts.Plan[attempts.Send]:
+        """Plan a call that has many answers and no second attempt."""
         request = admin_pb2.CollectGarbageRequest(dry_run=dry_run, force=force, retry_dead_objects=retry_dead_objects)
-        remaining_s = self.deadline(timeout_s).remaining_s()
-        return attempts.Send(COLLECT_GARBAGE, request.SerializeToString(), self.owners.target, remaining_s)
+        return self.once(COLLECT_GARBAGE, request.SerializeToString(), timeout_s)
 
     def delete_topic(self, topic: str, *, timeout_s: float | None) -> attempts.Plan[results.TopicDeleted]:
         attempts.check_names(topic)

@@ -98,6 +98,26 @@ def _with_port(address: str, target: str, name: str) -> str:
     return address
 
 
+def addresses_of(target: str | Sequence[str], *, name: str = "target") -> tuple[str, ...]:
+    """Return the addresses of a target: those of a list, or of text with commas between them, each with its port.
+
+    Raises InvalidArgument if there is none, or as `check_target` does.
+    """
+    given = target
+    if isinstance(target, str):
+        # gRPC's form of several addresses of one kind
+        scheme = next((each for each in ("ipv4:", "ipv6:") if target.startswith(each)), "")
+        given = [f"{scheme}{each.strip().removeprefix(scheme)}" for each in target.split(",")]
+    for address in given:
+        if address in ("", "ipv4:", "ipv6:"):
+            raise errors.InvalidArgument(
+                f"{name} is {target!r}, and an address of it is empty; it must be host:port, such as {DEFAULT_TARGET}"
+            )
+    if not given:
+        raise errors.InvalidArgument(f"{name} is {target!r}; it must have an address, host:port")
+    return tuple(dict.fromkeys(check_target(address, name=name) for address in given))
+
+
 def is_unix_socket(target: str) -> bool:
     return target.startswith(("unix:", "unix-abstract:"))
 

@@ -175,8 +175,8 @@ class DeletionCalls(attempts.Planning):
         unknown_topics: bool,
         force: bool,
         timeout_s: float | None,
-    ) -> attempts.Send:
-        """Return a call instead of a plan, as `tarry.calls.Calls.collect_garbage` does."""
+    ) -> attempts.Plan[attempts.Send]:
+        """Plan a call as `tarry.calls.Calls.collect_garbage` does. Raises InvalidArgument at once."""
         columns.check_unsigned("grace_ms", grace_ms or 0, bits=64)
         try:
             request = ledger_deletion_pb2.SweepOrphansRequest(
@@ -184,8 +184,7 @@ class DeletionCalls(attempts.Planning):
             )
         except (TypeError, ValueError) as wrong:
             raise errors.InvalidArgument(f"store is {store!r}, prefix {prefix!r}: {wrong}") from wrong
-        remaining_s = self.deadline(timeout_s).remaining_s()
-        return attempts.Send(SWEEP_ORPHANS, request.SerializeToString(), self.owners.target, remaining_s)
+        return self.once(SWEEP_ORPHANS, request.SerializeToString(), timeout_s)
 
     def _in_use(
         self,

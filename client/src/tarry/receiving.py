@@ -245,6 +245,11 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         return sum(len(window.held) for window in self._windows.values())
 
     @property
+    def is_open(self) -> bool:
+        """True if a daemon has opened the stream."""
+        return self._sending is not None
+
+    @property
     def has_news(self) -> bool:
         """True if `take` returns something, or reports that nothing will come."""
         return bool(self._inbox) or self.ended is not None or self.closed

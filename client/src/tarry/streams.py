@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import grpc
 from google.rpc import status_pb2
 
-from tarry import attempts, errors
+from tarry import attempts, daemons, errors
 from tarry.v1 import cluster_pb2
 
 logger = logging.getLogger("tarry")
@@ -68,33 +68,35 @@ class Settled(Generic[Answer, Result]):
 class Lifetime:
     """One stream across its connections."""
 
-    def __init__(self, owners: attempts.Owners, policy: attempts.RetryPolicy, topic: str, name: str) -> None:
+    def __init__(
+        self, known: daemons.Daemons, policy: attempts.RetryPolicy, topic: str, name: str, *, timeout_s: float
+    ) -> None:
+        """Be opened at the daemon of a topic. `timeout_s` is how long callers wait for answers (seconds)."""
         self.name = name
-        self._owners = owners
-        self._policy = policy
-        self._topic = topic
-        self._failures = 0
+        self.timeout_s = timeout_s
+        self._known = known
+        self._search = attempts.Search(known, policy, topic)
         self.features: frozenset[str] | None = None
         """Features of the daemon where a stream is being opened; None if unknown"""
 
     @property
     def failures(self) -> int:
         """The number of failures in a row, without progress between them."""
-        return self._failures
+        return self._search.failures
 
     @property
     def address(self) -> str:
         """The address where the stream is opened next."""
-        return self._owners.address(self._topic)
+        return self._search.address
 
     def must_ask(self, address: str) -> bool:
         """Return True if the features of the daemon there are unknown."""
-        self.features = self._owners.features(address)
+        self.features = self._known.features(address)
         return self.features is None
 
     def told(self, address: str, version: cluster_pb2.GetVersionResponse) -> None:
         self.features = frozenset(version.feature)
-        self._owners.learn_features(address, self.features)
+        self._known.learn_features(address, self.features)
 
     def may_open(self, address: str, error: errors.TarryError) -> bool:
         """Return whether a stream may be opened there, after asking the daemon ended with this error.
@@ -106,20 +108,18 @@ class Lifetime:
         if self.features is None and refuses:
             self.features = frozenset()
             if errors.is_unknown_call(error):
-                self._owners.learn_features(address, self.features)
+                self._known.learn_features(address, self.features)
         return self.features is not None
 
     def progressed(self) -> None:
-        self._failures = 0
+        self._search.restart()
 
-    def reopens_after_s(self, error: errors.TarryError) -> float:
-        """Return how long to wait after a failure (seconds). Raises the failure if no retry fixes it."""
+    def reopens_after_s(self, address: str, error: errors.TarryError) -> float:
+        """Return how long to wait after a failure at an address (seconds). Raises it if no retry fixes it."""
         if errors.ends_stream(error):
             raise error
-        self._failures += 1
-        delay_s = self._policy.delay_s(error, self._failures)
+        delay_s = self._search.failed(address, error)
         logger.info("%s is interrupted and opens again in %.3f s: %s", self.name, delay_s, error)
-        self._owners.learn(self._topic, error)
         return delay_s
 
     def closed(self) -> errors.Closed:

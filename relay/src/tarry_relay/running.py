@@ -261,7 +261,14 @@ class Relay:
     async def _receive(self, subscription: Subscription) -> None:
         relay = self._settings.relay
         while not self._ending.is_set():
-            batch = await subscription.receive(_WAIT_S, max_rows=relay.rows, linger_ms=relay.linger_ms)
+            try:
+                batch = await subscription.receive(_WAIT_S, max_rows=relay.rows, linger_ms=relay.linger_ms)
+            except tarry.DeadlineExceeded as error:
+                if error.last is None:
+                    # The stream itself has ended with it.
+                    raise
+                # The watch reports a daemon that cannot be reached.
+                continue
             if batch is not None:
                 self._health.answered("daemon")
                 await self._queue.enter(self._handed_out(subscription, batch))

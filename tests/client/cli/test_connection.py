@@ -393,3 +393,39 @@ def test_the_options_of_every_command_stand_below_those_of_the_command(run: Run)
     own, shared = run("receive", "--help").stdout.partition("\nOptions of every command:\n")[::2]
     assert ("--permits" in own, "--permits" in shared) == (True, False)
     assert ("--token-file" in own, "--token-file" in shared) == (False, True)
+
+
+def test_of_several_addresses_the_command_takes_one_that_answers(
+    daemon: FakeDaemon, other_daemon: FakeDaemon, run: Run
+) -> None:
+    other_daemon.script("ListTopics", answer(TOPICS))
+    daemon.stop()
+    several = f"{daemon.address},{other_daemon.address}"
+    result = run("topics", "--address", several, "--timeout", str(fake_daemon.WAIT_S))
+    assert result.exit_code == 0, result.output
+    by_variable = click.testing.CliRunner(env={"TARRY_ADDRESS": several}).invoke(
+        commands.tarry, ["topics", "--timeout", str(fake_daemon.WAIT_S)]
+    )
+    assert by_variable.exit_code == 0, by_variable.output
+
+
+def test_where_nothing_listens_at_any_address_a_line_names_them_all(
+    daemon: FakeDaemon, other_daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.stop()
+    other_daemon.stop()
+    monkeypatch.setattr(connection, "SILENCE_S", 0.01)
+
+    def story(seconds: float) -> None:
+        several = f"{daemon.address},{other_daemon.address}"
+        first, last = run("topics", "--address", several, "--timeout", str(seconds)).stderr.splitlines()
+        assert first.startswith(f"tarry: nothing listens at {daemon.address}, {other_daemon.address} yet")
+        assert f"the daemon at {several} is unavailable" in last
+
+    within_some_time(story)
+
+
+def test_an_address_of_several_that_is_wrong_is_named(run: Run) -> None:
+    result = run("topics", "--address", "127.0.0.1:1,")
+    assert result.exit_code == output.EXIT_INPUT
+    assert result.stderr.startswith("tarry: --address is '127.0.0.1:1,', and an address of it is empty")

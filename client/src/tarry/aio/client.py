@@ -1,4 +1,4 @@
-"""The client of one Tarry daemon, or of the daemons behind one gRPC target.
+"""The client of the daemons of one root.
 
 Defines the calls that a program makes, their arguments, defaults and meaning. `tarry.calls` builds the requests;
 `tarry.attempts` retries them and follows owners.
@@ -17,6 +17,7 @@ from tarry import (
     calls,
     columns,
     credentials,
+    daemons,
     errors,
     key_shared,
     on_event_loop,
@@ -30,12 +31,14 @@ from tarry.aio.subscription import KeySharedSubscription, Receiver, Subscription
 
 
 class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
-    """A client of one daemon or of the daemons behind one gRPC target.
+    """A client of the daemons of one root.
 
     For one event loop; an asynchronous context manager. Nothing is sent before the first call.
-    - `target` is the host:port of a daemon, or any gRPC target; without a port it is 7461. The client follows the owner
-      that a daemon names, also for calls without a topic, such as `topics`. A URL, or an invalid port, raises
-      InvalidArgument.
+    - `target` is the host:port of a daemon (without a port, 7461), or any gRPC target; several of them are a list, or
+      text with commas between them. A name may have several addresses. The client follows the owner that a daemon
+      names, also for calls without a topic, such as `topics`. If a daemon cannot be reached, or does not even report
+      its version for a few seconds, the client goes on at another one. A URL, an empty address or an invalid port
+      raises InvalidArgument.
     - `timeout_s` (seconds) bounds a call including its retries, unless the call has its own. Every request is
       idempotent. UNAVAILABLE, ABORTED and UNKNOWN are retried with jittered back-off, RESOURCE_EXHAUSTED after the time
       that the daemon names, and a call to a daemon that is not the owner goes to the owner. After the timeout,
@@ -56,7 +59,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
 
     def __init__(
         self,
-        target: str = credentials.DEFAULT_TARGET,
+        target: str | Sequence[str] = credentials.DEFAULT_TARGET,
         *,
         timeout_s: float = credentials.DEFAULT_TIMEOUT_S,
         retry_policy: attempts.RetryPolicy | None = None,
@@ -68,14 +71,16 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         token_file: credentials.File | None = None,
         waiting: Callable[[str], None] = credentials.unsaid,
     ) -> None:
-        target = credentials.check_target(target)
         shows = credentials.Credentials(tls, token=token, token_file=token_file)
-        shows.shown_to(target)
-        self._connections = connections.Connections(shows, client_id=client_id, waiting=waiting)
+        addresses = credentials.addresses_of(target)
+        for address in addresses:
+            shows.shown_to(address)
+        known = daemons.Daemons(addresses)
+        self._connections = connections.Connections(shows, known, client_id=client_id, waiting=waiting)
         self._ack_pace = stream_requests.AckPace()
         self._shared_streams = shared_streams.SharedStreams(self._connections)
         self._calls = calls.Calls(
-            target,
+            known,
             retry_policy or attempts.RetryPolicy(),
             timeout_s=timeout_s,
             rows_max=rows_per_request,
@@ -326,7 +331,13 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         if create:
             await self._create_missing(topic, subscription, timeout_s)
         opened = Subscription(
-            self._shared_streams, self._calls, topic, subscription, permits=permits, ack_linger=ack_linger
+            self._shared_streams,
+            self._calls,
+            topic,
+            subscription,
+            permits=permits,
+            ack_linger=ack_linger,
+            timeout_s=deadline.timeout_s,
         )
         await self._wait_until_open(opened, deadline)
         return opened
@@ -357,7 +368,13 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         if create:
             await self._create_missing(topic, subscription, timeout_s)
         opened = KeySharedSubscription(
-            self._shared_streams, self._calls, topic, subscription, consumers=consumers, ack_linger=ack_linger
+            self._shared_streams,
+            self._calls,
+            topic,
+            subscription,
+            consumers=consumers,
+            ack_linger=ack_linger,
+            timeout_s=deadline.timeout_s,
         )
         await self._wait_until_open(opened, deadline)
         return opened

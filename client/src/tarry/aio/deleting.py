@@ -221,7 +221,7 @@ class Deleting:
         if the daemon does not own every shard.
         Example: `async for step in client.sweep_orphans("archive"): print(step.counts.orphaned.size_bytes)`
         """
-        step = self._calls.sweep_orphans(
+        plan = self._calls.sweep_orphans(
             store,
             prefix=prefix,
             grace_ms=grace_ms,
@@ -230,4 +230,4 @@ class Deleting:
             force=force,
             timeout_s=timeout_s,
         )
-        return self._connections.receive(step, deletions.SweepStep.from_message)
+        return self._connections.receive(plan, deletions.SweepStep.from_message)

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -50,7 +50,8 @@ _SHARED = (
         "--address",
         default=credentials.DEFAULT_TARGET,
         show_default=True,
-        help="Host of a daemon, or host:port (7461 if left out), or unix: and the path of its socket.",
+        help="host:port of a daemon (port 7461 if left out), or unix: and the path of its socket; "
+        "several with commas between them.",
     ),
     _from_environment(
         "--tls",
@@ -132,16 +133,16 @@ def connected(command: Callable[..., None]) -> Callable[..., None]:
         said = {name: _wherever_given(name, given.pop(name)) for name in shared if name is not None}
         address, timeout_s, as_json = (said.pop(name) for name in ("address", "timeout_s", "as_json"))
         with output.failures(address):
-            address = credentials.check_target(address, name=_name_of_address(address))
+            addresses = credentials.addresses_of(address, name=_name_of_address(address))
         with (
-            output.failures(address),
+            output.failures(", ".join(addresses)),
             client.Client(
-                address,
+                addresses,
                 timeout_s=timeout_s,
                 waiting=lambda why: output.note(f"waiting: {why}"),
                 **_credentials(**said),
             ) as opened,
-            _told_when_nothing_listens(address),
+            _told_when_nothing_listens(addresses),
         ):
             command(connected=opened, as_json=as_json, **given)
 
@@ -190,13 +191,13 @@ def _wherever_given(name: str, value: T) -> T:
 
 
 @contextlib.contextmanager
-def _told_when_nothing_listens(address: str) -> Iterator[None]:
-    """Print a note, once, if the command still runs after `SILENCE_S` and nothing listens at the address."""
+def _told_when_nothing_listens(addresses: Sequence[str]) -> Iterator[None]:
+    """Print a note, once, if the command still runs after `SILENCE_S` and nothing listens at any of the addresses."""
     ended = threading.Event()
 
     def look() -> None:
-        if not ended.wait(SILENCE_S) and not _listens(address) and not ended.is_set():
-            output.note(f"nothing listens at {address} yet; {output.START_OR_NAME_ANOTHER}")
+        if not ended.wait(SILENCE_S) and not any(map(_listens, addresses)) and not ended.is_set():
+            output.note(f"nothing listens at {', '.join(addresses)} yet; {output.START_OR_NAME_ANOTHER}")
 
     # A daemon thread: it may hang in the network when the command has ended.
     threading.Thread(target=look, name="listens", daemon=True).start()

@@ -46,7 +46,8 @@ class AddStream(futures.FlushedWhenLeft):
             bytes_max=known.bytes_max,
             policy=known.policy,
         )
-        self._lifetime = streams.Lifetime(known.owners, known.policy, topic, f"the add stream of topic {topic!r}")
+        name = f"the add stream of topic {topic!r}"
+        self._lifetime = streams.Lifetime(known.daemons, known.policy, topic, name, timeout_s=self._timeout_s)
         opens = functools.partial(shared.open, to=add_requests.METHOD)
         self._session = session.Session(shared, self._lifetime, opens, self)
 

@@ -222,7 +222,7 @@ class Deleting:
         if the daemon does not own every shard.
         Example: `for step in client.sweep_orphans("archive"): print(step.counts.orphaned.size_bytes)`
         """
-        step = self._calls.sweep_orphans(
+        plan = self._calls.sweep_orphans(
             store,
             prefix=prefix,
             grace_ms=grace_ms,
@@ -231,4 +231,4 @@ class Deleting:
             force=force,
             timeout_s=timeout_s,
         )
-        return self._connections.receive(step, deletions.SweepStep.from_message)
+        return self._connections.receive(plan, deletions.SweepStep.from_message)

@@ -123,10 +123,10 @@ class Operating:
         retried: a failure is raised, and starting again is safe.
         Example: `for step in client.collect_garbage(dry_run=True): print(step.orphans.size_bytes)`
         """
-        step = self._calls.collect_garbage(
+        plan = self._calls.collect_garbage(
             dry_run=dry_run, force=force, retry_dead_objects=retry_dead_objects, timeout_s=timeout_s
         )
-        return self._connections.receive(step, results.Garbage.from_message)
+        return self._connections.receive(plan, results.Garbage.from_message)
 
     def delete_topic(self, topic: str, *, timeout_s: float | None = None) -> results.TopicDeleted:
         """Delete a topic with its rows, subscriptions and policy; its streams end with NotFound. Raises NotFound.

@@ -73,10 +73,11 @@ class Session(Generic[Response]):
     def _run(self) -> None:
         try:
             while self._handler.wait_until_wanted():
-                error = self._read_one_stream()
+                address = self._lifetime.address
+                error = self._read_one_stream(address)
                 if self._closed:
                     break
-                delay_s = self._lifetime.reopens_after_s(error)
+                delay_s = self._lifetime.reopens_after_s(address, error)
                 self._handler.interrupted(error)
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, delay_s)
@@ -86,9 +87,8 @@ class Session(Generic[Response]):
             self._ending = self._lifetime.ended_by_bug(bug)
             raise
 
-    def _read_one_stream(self) -> errors.TarryError:
-        """Open a stream, read it to its end, and return why it ended."""
-        address = self._lifetime.address
+    def _read_one_stream(self, address: str) -> errors.TarryError:
+        """Open a stream at an address, read it to its end, and return why it ended."""
         if self._lifetime.must_ask(address):
             told = functools.partial(self._lifetime.told, address)
             asks = functools.partial(self._shared.open, address, streams.VERSION)
@@ -125,12 +125,14 @@ class Session(Generic[Response]):
                 begun.cancel()
 
     def _read_answers(self, begun: connections.Opened[Answer], received: Callable[[Answer], None]) -> errors.TarryError:
-        try:
-            for response in begun.answers:
-                received(response)
-        except grpc.RpcError as failure:
-            return self._shared.why_ended(failure, begun.connected)
-        return streams.why_ended(None)
+        with self._shared.watched(begun.connected.address, self._lifetime.timeout_s):
+            try:
+                for response in begun.answers:
+                    self._shared.heard(begun.connected)
+                    received(response)
+            except grpc.RpcError as failure:
+                return self._shared.why_ended(failure, begun.connected)
+            return self._shared.why_ended(None, begun.connected)
 
 
 def _ask(sending: streams.Requests) -> None:

@@ -155,6 +155,7 @@ class _SharedStream:
         """Read to the end and return why the stream ended."""
         try:
             for responses in self._begun.answers:
+                self._shared.heard(self.connected)
                 for each in responses:
                     self._received(each)
         except grpc.RpcError as failure:
@@ -163,7 +164,7 @@ class _SharedStream:
                 return error
             # Opening again asks the daemon that is there now for its features.
             return errors.Unavailable(f"the daemon at {self.connected.address} is one of before: {error.message}")
-        return streams.why_ended(None)
+        return self._shared.why_ended(None, self.connected)
 
     def _received(self, response: wire.LaneResponse) -> None:
         with self._changed:

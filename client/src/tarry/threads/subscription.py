@@ -7,6 +7,7 @@ acknowledgements. A KEY_SHARED subscription also has consumers and plans, which 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -63,6 +64,7 @@ class Receiver(Generic[Received]):
         topic: str,
         subscription: str,
         state: receiving.Receiving[Future[Any], Received],
+        timeout_s: float,
     ) -> None:
         self._timeout_s = known.timeout_s
         # Guards the state, and is not held while a future is settled. Only the session settles futures and removes
@@ -70,7 +72,9 @@ class Receiver(Generic[Received]):
         self._changed = in_threads.Condition()
         self._receiving = state
         name = f"subscription {subscription!r} of topic {topic!r}"
-        self._lifetime = streams.Lifetime(known.owners, known.policy, topic, name)
+        self._lifetime = streams.Lifetime(known.daemons, known.policy, topic, name, timeout_s=timeout_s)
+        # The address of the last stream
+        self._address = self._lifetime.address
         self._shared = shared
         self._session = session.Session(shared.connections, self._lifetime, self._open_at, self)
 
@@ -121,19 +125,20 @@ class Receiver(Generic[Received]):
     def receive(
         self, timeout_s: float | None = None, *, max_rows: int = receiving.ROWS_MAX, linger_ms: int = 0
     ) -> Received | None:
-        """Return what came next, or None if nothing came within `timeout_s` or the subscription was closed.
+        """Return what came next, or None if nothing was due within `timeout_s` or the subscription was closed.
 
         It never returns an empty batch: check for None before using the result. Without `timeout_s` (seconds) it waits
         until something comes. Batches that have arrived are joined into one of at most `max_rows` rows; if there are
         several consumers, into one of a single consumer. While there are fewer rows, the first of them waits for more
         for `linger_ms` from its arrival, within `timeout_s`. Iterating receives without lingering. Raises
-        InvalidArgument, or the failure that ended the subscription.
+        InvalidArgument, DeadlineExceeded if nothing came and the daemon cannot be reached at the end of `timeout_s`, or
+        the failure that ended the subscription.
         Example: `batch = subscription.receive(10, max_rows=1_000, linger_ms=20)`
         """
         receiving.check(max_rows, linger_ms)
         state = self._receiving
         deadline = None if timeout_s is None else attempts.Deadline.after(timeout_s)
-        with self._changed:
+        with self._changed, self._watched(timeout_s):
             while self._changed.wait_for(lambda: state.has_news, _left_s(deadline)):
                 if linger_ms:
                     linger_s = state.lingers_s(linger_ms, time.time_ns() // 1_000_000)
@@ -141,6 +146,8 @@ class Receiver(Generic[Received]):
                 if state.has_news:
                     break
                 # Another caller has taken it meanwhile.
+            if timeout_s is not None and not state.has_news:
+                self._check_reached(timeout_s)
             return state.take(max_rows)
 
     def ack(self, given: batch.HandedOut) -> Future[results.Ignored]:
@@ -272,8 +279,25 @@ class Receiver(Generic[Received]):
         finally:
             self.close()
 
+    def _watched(self, timeout_s: float | None) -> contextlib.AbstractContextManager[None]:
+        """Watch the daemon of the open stream while a caller waits for as long (seconds); None is up to the stream."""
+        if not timeout_s or self._receiving.has_news or not self._receiving.is_open:
+            return contextlib.nullcontext()
+        return self._shared.connections.watched(self._address, timeout_s)
+
+    def _check_reached(self, timeout_s: float) -> None:
+        """Raise DeadlineExceeded if no daemon could have sent what was due within this time (seconds)."""
+        last = self._receiving.last_error
+        if self._receiving.is_open:
+            last = self._shared.connections.why_quiet(self._address, timeout_s)
+            if last is None:
+                return
+        text = f"{self._lifetime.name} reached no daemon within {timeout_s:g} s"
+        raise errors.DeadlineExceeded(text, last=last)
+
     def _open_at(self, address: str) -> connections.Opened[receiving.Response]:
         """Open a lane if the daemon has lanes, otherwise a stream."""
+        self._address = address
         if attempts.SUBSCRIBE_MANY in (self._lifetime.features or ()):
             return self._shared.open(address, receiving.METHOD.read)
         return self._shared.connections.open(address, receiving.METHOD)
@@ -335,6 +359,7 @@ class Subscription(Receiver[batch.Batch]):
         *,
         permits: int,
         ack_linger: stream_requests.AckLinger,
+        timeout_s: float,
     ) -> None:
         state: receiving.SharedReceiving[Future[Any]] = receiving.SharedReceiving(
             topic,
@@ -344,7 +369,7 @@ class Subscription(Receiver[batch.Batch]):
             policy=known.policy,
             ack_linger=ack_linger,
         )
-        super().__init__(shared, known, topic, subscription, state)
+        super().__init__(shared, known, topic, subscription, state, timeout_s)
 
 
 def _left_s(deadline: attempts.Deadline | None, at_most_s: float | None = None) -> float | None:
@@ -373,6 +398,7 @@ class KeySharedSubscription(Receiver[key_shared.Event]):
         *,
         consumers: Sequence[key_shared.Consumer],
         ack_linger: stream_requests.AckLinger,
+        timeout_s: float,
     ) -> None:
         state: key_shared_receiving.KeySharedReceiving[Future[Any]] = key_shared_receiving.KeySharedReceiving(
             topic,
@@ -382,7 +408,7 @@ class KeySharedSubscription(Receiver[key_shared.Event]):
             policy=known.policy,
             ack_linger=ack_linger,
         )
-        super().__init__(shared, known, topic, subscription, state)
+        super().__init__(shared, known, topic, subscription, state, timeout_s)
 
     @property
     def consumers(self) -> tuple[key_shared.Consumer, ...]:
