@@ -390,7 +390,7 @@ class BucketLifecycle:
         for seal in self._seals:
             if not seal.committed.done():
                 # Its commit may be in flight.
-                over = Unavailable(f"topic {self._topic.name} is served by this daemon no longer")
+                over = Unavailable(f"topic {self._topic.name} is no longer served by this daemon")
                 seal.committed.set_exception(OutcomeUnknown.after(over))
 
     def _start(self) -> None:

@@ -269,6 +269,9 @@ def _from_code(code: grpc.StatusCode, message: str, hints: Mapping[str, str]) ->
             if _NO_HTTP2 in message:
                 message = f"{OTHER_PROTOCOL}; name the daemon's gRPC port, by default 7461 (gRPC says: {message})"
             return Unavailable(message, retry_after_ms=_milliseconds(hints), former_owner_ms=former_owner_ms)
+        case grpc.StatusCode.CANCELLED:
+            # The daemon or its server dropped the call. What the caller cancels does not get here.
+            return Unavailable(message)
         case grpc.StatusCode.DATA_LOSS:
             return DataLoss(message, of_topic=hints.get(DAMAGED_KEY) == "topic")
         case grpc.StatusCode.FAILED_PRECONDITION:

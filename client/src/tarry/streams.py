@@ -134,14 +134,9 @@ def why_ended(failure: grpc.RpcError | None) -> errors.TarryError:
     error = None if failure is None else errors.from_rpc(failure)
     if error is None or error.code is grpc.StatusCode.OK:
         return errors.Unavailable("the daemon ended the stream")
-    return _dropped(error)
+    return error
 
 
 def why_lane_ended(status: status_pb2.Status) -> errors.TarryError:
     """Return what ended a lane that this client has not left."""
-    return why_ended(None) if status.code == _OK else _dropped(errors.from_status(status))
-
-
-def _dropped(error: errors.TarryError) -> errors.TarryError:
-    # The daemon or its server dropped it.
-    return errors.Unavailable(error.message) if error.code is grpc.StatusCode.CANCELLED else error
+    return why_ended(None) if status.code == _OK else errors.from_status(status)

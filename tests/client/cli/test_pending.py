@@ -149,7 +149,7 @@ def test_a_histogram_is_lines_in_a_pipe_and_its_totals_are_beside_it(daemon: Fak
 
 def test_a_histogram_in_json_is_the_answer(daemon: FakeDaemon, run: Run) -> None:
     daemon.script("GetHistogram", answer(message([2000, 0])))
-    parsed = json.loads(run("histogram", "t", "--from", "1", "--width", "1h", "--json").stdout)
+    parsed = json.loads(run("histogram", "t", "--from", str(NOON_MS), "--width", "1h", "--json").stdout)
     assert (parsed["rows"], parsed["from_ms"], parsed["rows_after"], parsed["segments_read"]) == (
         [2000, 0], NOON_MS, 4, 6
     )  # fmt: skip

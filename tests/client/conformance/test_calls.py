@@ -238,6 +238,13 @@ async def test_closing_ends_a_call_that_waits_for_its_answer(daemon: FakeDaemon,
     go_on.open()
 
 
+async def test_a_call_that_a_daemon_drops_as_it_ends_is_made_again(
+    daemon: FakeDaemon, client: tarry.aio.Client
+) -> None:
+    daemon.script("AddMessages", fake_daemon.refuse(CODE.CANCELLED, "the server ends"), fake_daemon.accept)
+    assert (await client.add("topic", 1, 1, delay_ms=1)).accepted == 1
+
+
 async def test_a_subscription_is_created(daemon: FakeDaemon, client: tarry.aio.Client) -> None:
     daemon.script(
         "CreateSubscription",
