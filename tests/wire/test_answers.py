@@ -160,7 +160,7 @@ def test_an_unanswered_add_may_be_a_new_row_at_any_time(added: Story) -> None:
     assert added.reason == ""
 
 
-@pytest.mark.parametrize("due_ms", [DUE_MS, FAR_MS])
+@pytest.mark.parametrize("due_ms", [DUE_MS, FAR_MS], ids=["due", "far"])
 def test_an_answered_row_is_lost(due_ms: int) -> None:
     story = Story()
     story.ask(What.ADD, OK, due_ms)
