@@ -238,7 +238,8 @@ def _are_in(bitmap: pyroaring.BitMap, low_entry_ids: U64) -> npt.NDArray[np.bool
     """Return a mask of the entry ids below 2^32, in any order, that the bitmap has."""
     if len(bitmap) > 2 * len(low_entry_ids):
         # A few bytes may stand for 2^32 entries: expand those alone that are asked for.
-        bitmap &= bitmap_of(low_entry_ids)
+        # A new one: `&=` would change the set.
+        bitmap = bitmap & bitmap_of(low_entry_ids)
     return np.isin(low_entry_ids.astype(np.uint32), np.frombuffer(bitmap.to_array(), np.uint32))
 
 

@@ -133,6 +133,16 @@ def test_a_mask_says_which_positions_of_two_columns_are_in_the_set(some: set[tup
     assert kept.mask_of(rows.ledger_id, rows.entry_id).tolist() == expected
 
 
+def test_a_set_is_the_same_after_it_was_asked() -> None:
+    entry_ids = np.arange(1_000, dtype=np.uint64)
+    ledger_ids = np.ones_like(entry_ids)
+    some = PositionSet.of(position_bitmap.position_bitmaps(ledger_ids, entry_ids))
+    for first in (0, 500):
+        asked = slice(first, first + 10)
+        assert some.mask_of(ledger_ids[asked], entry_ids[asked]).all()
+    assert len(some) == 1_000
+
+
 def test_bitmaps_of_a_page_that_come_apart_are_one_set() -> None:
     page = [PositionBitmap.of(9, 1, pyroaring.BitMap(entries)) for entries in ([4, 5], [], [1, 5])]
     assert plain(PositionSet.of(page)) == {(9, (1 << 32) + entry) for entry in (1, 4, 5)}
