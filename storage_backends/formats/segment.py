@@ -26,7 +26,7 @@ class SegmentLimits:
     """The limits at which a segment ends.
 
     It ends before the row that is due more than `time_step_ms` after its first one, once it has `rows_min` rows (0 is
-    PIP-195's rule), and in any case with `rows_max` rows (-1 means `column_format.ROWS_MAX`).
+    PIP-195's rule), and in any case with `rows_max` rows, at most `column_format.ROWS_MAX` (-1 means these).
     """
 
     time_step_ms: int = 300_000
@@ -41,6 +41,11 @@ class SegmentLimits:
         if self.rows_min < 0:
             raise ValueError(f"rows_min is {self.rows_min}, it must not be negative")
 
+    @property
+    def most(self) -> int:
+        """The largest number of rows of a segment: a reader refuses more."""
+        return column_format.ROWS_MAX if self.rows_max == -1 else min(self.rows_max, column_format.ROWS_MAX)
+
 
 def cut(deliver_at_ms: U64, limits: SegmentLimits) -> list[tuple[int, int]]:
     """Return (start, end) of each segment of an ascending column."""
@@ -51,7 +56,7 @@ def cut(deliver_at_ms: U64, limits: SegmentLimits) -> list[tuple[int, int]]:
         last_ms = min(int(deliver_at_ms[start]) + limits.time_step_ms, _U64_MAX)
         in_step = int(np.searchsorted(deliver_at_ms[start:], np.uint64(last_ms), side="right"))
         taken = max(in_step, limits.rows_min, 1)
-        taken = min(taken, column_format.ROWS_MAX if limits.rows_max == -1 else limits.rows_max)
+        taken = min(taken, limits.most)
         end = min(start + taken, rows)
         segments.append((start, end))
         start = end

@@ -10,7 +10,7 @@ from google.protobuf import message as protobuf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import format_errors, segment
+from storage_backends.formats import column_format, format_errors, segment
 from storage_backends.formats.generated import bucket_pb2
 from storage_backends.formats.segment import SegmentLimits
 from tests.storage_backends.formats._support import examples
@@ -48,6 +48,13 @@ def test_the_time_step_does_not_cut_a_segment_that_has_few_rows() -> None:
 def test_without_a_minimum_the_time_step_cuts_as_in_the_pip() -> None:
     due = examples.column([0, 100, 101, 202])
     assert segment.cut(due, SegmentLimits(time_step_ms=100, rows_max=-1, rows_min=0)) == [(0, 2), (2, 3), (3, 4)]
+
+
+@pytest.mark.parametrize("rows_max", [-1, 50])
+def test_no_segment_has_more_rows_than_a_reader_takes(rows_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(column_format, "ROWS_MAX", 3)
+    due = examples.column([1] * 7)
+    assert segment.cut(due, SegmentLimits(rows_max=rows_max)) == [(0, 3), (3, 6), (6, 7)]
 
 
 def test_minus_one_means_that_the_number_of_rows_cuts_nothing() -> None:
