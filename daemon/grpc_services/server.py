@@ -197,14 +197,14 @@ def _try_address(host: str, port: int) -> None:
     """Bind an address and let it go. Raises the `OSError` of which gRPC would print lines of its own."""
     failure: OSError | None = None
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        with socket.socket(family, kind, protocol) as tried:
-            # gRPC does the same, because connections that a former daemon has closed do not count.
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
+        try:
+            with socket.socket(family, kind, protocol) as tried:
+                # gRPC does the same, because connections that a former daemon has closed do not count.
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 tried.bind(address)
                 return
-            except OSError as error:
-                failure = error
+        except OSError as error:
+            failure = error
     if failure is not None:
         raise failure
 

@@ -112,7 +112,9 @@ class DeletionRequests:
         self._check_topic(topic)
         good, refused = await _checked(deletes, problems)
         shard = self._engine.shard_of(topic)
-        recorded = await self._record(shard, topic, tuple(good.values())) if good else NOTHING_RECORDED
+        recorded: Recorded | None = NOTHING_RECORDED
+        if good:
+            recorded = await self._record(shard, topic, tuple(good.values()), RequestEffects())
         if recorded is None:
             refused |= {place: RefusedDelete(place, Refusal.DISABLED, DISABLED) for place in good}
             good, recorded = {}, NOTHING_RECORDED
@@ -123,15 +125,23 @@ class DeletionRequests:
             refused=tuple(refused[place] for place in sorted(refused)),
         )
 
-    async def record_orphans(self, topic: str, deletes: Sequence[PendingDelete]) -> Recorded | None:
-        """Record well-formed deletes that a sweep found, and return when they are durable.
+    async def record_orphans(
+        self, topic: str, deletes: Sequence[PendingDelete], effects: RequestEffects
+    ) -> Recorded | None:
+        """Record well-formed deletes that a sweep with these effects found, and return when they are durable.
 
         Returns None if the topic's policy disables deletion.
         """
-        return await self._record(self._engine.shard_of(topic), topic, tuple(deletes), by_sweeper=True)
+        return await self._record(self._engine.shard_of(topic), topic, tuple(deletes), effects, by_sweeper=True)
 
     async def _record(
-        self, shard: DeletingShard, topic: str, deletes: tuple[PendingDelete, ...], *, by_sweeper: bool = False
+        self,
+        shard: DeletingShard,
+        topic: str,
+        deletes: tuple[PendingDelete, ...],
+        effects: RequestEffects,
+        *,
+        by_sweeper: bool = False,
     ) -> Recorded | None:
         """Record deletes. Return None if the topic's policy disables them."""
         settings = await shard.settings_of(topic)
@@ -143,7 +153,7 @@ class DeletionRequests:
             return None
         self._check_pending(len(deletes))
         record = RecordDeletes(topic, self._environment.clock.now_ms(), deletes, by_sweeper)
-        recorded = await shard.deletions.record(record)
+        recorded = await shard.deletions.record(record, effects)
         crash_point("deletion.after_record")
         return recorded
 

@@ -195,7 +195,7 @@ class ShardDeletions:
 
     # ---- decisions
 
-    async def record(self, record: RecordDeletes) -> Recorded:
+    async def record(self, record: RecordDeletes, effects: RequestEffects) -> Recorded:
         """Record deletes portion by portion and return when they are durable.
 
         Raises Unavailable, QuotaExceeded, OutcomeUnknown, and the error that ended the shard.
@@ -205,7 +205,7 @@ class ShardDeletions:
         left = len(record.deletes)
         self._deletes_to_come += left
         try:
-            with RequestEffects() as effects:
+            with effects:
                 for first in range(0, len(record.deletes), DELETES_A_DECISION):
                     portion = record.deletes[first : first + DELETES_A_DECISION]
                     decided = await self.decided_in_room(

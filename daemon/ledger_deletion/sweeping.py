@@ -64,7 +64,7 @@ BATCHES_AT_ONCE: Final = 32
 UNANSWERED_IN_A_ROW_MAX: Final = 100
 """The sweep ends after this many consecutive questions without an answer."""
 
-Record = Callable[[str, Sequence[PendingDelete]], Awaitable["Recorded | None"]]
+Record = Callable[[str, Sequence[PendingDelete], RequestEffects], Awaitable["Recorded | None"]]
 """Records up to `deletion_checks.DELETES_MAX` findings of a topic; returns None if its policy forbids it."""
 
 
@@ -349,13 +349,11 @@ class _Sweep:
         deletes = [orphan.pending_delete async for orphan, finding in looked_up if finding is None]
         self._check()
         try:
-            recorded = await self._record(topic, deletes) if deletes else None
+            recorded = await self._record(topic, deletes, effects) if deletes else None
         except Corruption as error:
             log.warning("sweep of object store %s: orphans of %s are not recorded: %s", self._wish.store, topic, error)
             recorded = None
         new = 0 if recorded is None else len(recorded.new)
-        if new:
-            effects.begin()
         self._tally.ledgers_recorded += new
         self._tally.ledgers_left += len(found) - new
 

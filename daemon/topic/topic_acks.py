@@ -142,7 +142,9 @@ class AckRequests:
         """
         core, slots = self._topic.core, self._topic.slots
         ignored = Ignored.nothing()
-        with RequestEffects(self._topic.failed, begun=slot is not None) as effects:
+        # Planned positions have left without a record.
+        begun = slot is not None or len(rest) < len(claims)
+        with RequestEffects(self._topic.failed, begun=begun) as effects:
             if len(rest):
                 found = await self.find(state, rest, rest)
                 records, rest = core.acknowledging.stage_found(state, rest, found)
