@@ -223,7 +223,7 @@ class _Probe:
             raise BrokenPromise(key, "a deleted object is still there")
         try:
             self._delete(key)
-        except (NotFound, StoreRefused) as error:
+        except NotFound as error:
             raise BrokenPromise(key, f"deleting an object that is gone must succeed: {error.reason}") from error
 
     # ---- races
@@ -295,7 +295,10 @@ class _Probe:
                     self._barrier.wait()
 
         running = {racer: threads.submit(write, racer) for racer in map(str, range(RACERS))}
-        return {racer: future.result() for racer, future in running.items()}
+        try:
+            return {racer: future.result() for racer, future in running.items()}
+        except threading.BrokenBarrierError as error:
+            raise NotJudged(self._prefix, f"its {RACERS} writers did not begin together") from error
 
     def _check_and_delete(self, raced: tuple[str, str | None]) -> None:
         key, winner = raced
