@@ -7,6 +7,7 @@ import pytest
 
 import tarry
 from tarry import attempts, daemons
+from tarry.v1 import cluster_pb2
 
 OLD, NEW = "127.0.0.1:1", "127.0.0.1:2"
 FORMER_S = 12.0
@@ -131,8 +132,48 @@ def test_a_standby_that_names_a_dead_owner_is_asked_again_after_one_back_off() -
         address = of_two.address
         error = tarry.Unavailable("dead") if address == OLD else tarry.NotOwner("stands by", owner_address=OLD)
         asked.append((address, of_two.failed(address, error)))
-    # The first redirect is followed at once, as before.
-    assert asked == [(OLD, 0.0), (NEW, 0.0), (OLD, 0.0), (NEW, 2.0), (OLD, 0.0), (NEW, 2.0)]
+    assert asked == [(OLD, 0.0), (NEW, 1.0), (OLD, 0.0), (NEW, 2.0), (OLD, 0.0), (NEW, 2.0)]
+
+
+def test_a_daemon_that_says_when_to_retry_is_asked_no_sooner_because_of_another() -> None:
+    of_two = search(OLD, NEW)
+    assert of_two.failed(OLD, tarry.Unavailable("dead")) == 0.0
+    assert of_two.failed(NEW, tarry.NotOwner("stands by", owner_address=NEW)) == 0.0
+    busy = search(NEW)
+    assert busy.failed(NEW, tarry.ResourceExhausted("full", retry_after_ms=5_000)) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("failure", "may_have_landed"),
+    [
+        ("failed to connect to all addresses; last error: refused", False),
+        ("DNS resolution failed for h: not found", False),
+        ("the daemon stops", True),
+    ],
+)
+def test_a_call_that_had_no_connection_cannot_have_landed(failure: str, may_have_landed: bool) -> None:
+    plan = asking(timeout_s=5.0).ask_and_tell(attempts.Method("m", len), b"r", topic="t")
+    next(plan)
+    assert isinstance(plan.throw(tarry.Unavailable(failure)), attempts.Wait)
+    plan.send(None)
+    with pytest.raises(StopIteration) as ended:
+        plan.send(7)
+    assert ended.value.value == (7, may_have_landed)
+
+
+def test_asking_for_a_feature_changes_nothing() -> None:
+    plan = asking(timeout_s=5.0).ask_and_tell(attempts.Method("m", len), b"r", topic="t", needs=attempts.RETAINED)
+    first = next(plan)
+    assert isinstance(first, attempts.Send)
+    assert first.method is attempts.VERSION
+    assert isinstance(plan.throw(tarry.Unavailable("the daemon stops")), attempts.Wait)
+    plan.send(None)
+    asked = plan.send(cluster_pb2.GetVersionResponse(feature=[attempts.RETENTION]))
+    assert isinstance(asked, attempts.Send)
+    assert asked.method.path == "m"
+    with pytest.raises(StopIteration) as ended:
+        plan.send(7)
+    assert ended.value.value == (7, False)
 
 
 def test_a_stream_that_makes_progress_searches_from_the_beginning() -> None:

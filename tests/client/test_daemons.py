@@ -183,6 +183,25 @@ def test_a_caller_that_has_waited_takes_a_daemon_for_silent_that_should_have_ans
     waited_s: float, quiet_s: float, is_quiet: bool
 ) -> None:
     one, clock = known(A)
-    one.begin(A, None)
+    one.begin(A, waited_s)
     clock.now_s += quiet_s
     assert one.is_quiet(A, waited_s) is is_quiet
+
+
+def test_a_caller_for_whom_nobody_asks_trusts_the_daemon_as_long_as_the_others_do() -> None:
+    one, clock = known(A)
+    one.begin(A, None)
+    clock.now_s += 5.9
+    assert not one.is_quiet(A, 3.0)
+    assert not one.is_quiet(A, 60.0)
+    clock.now_s += 0.1
+    assert one.is_quiet(A, 60.0)
+
+
+def test_a_daemon_that_is_left_is_the_owner_of_no_topic() -> None:
+    both, clock = known(A, B)
+    both.learn("t", B, moved(A))
+    silenced(both, clock, A)
+    both.heard(A)
+    clock.now_s += 1.0
+    assert both.address("t") == both.address(None)

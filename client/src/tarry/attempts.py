@@ -174,7 +174,7 @@ class Search:
         if self.address not in self._asked:
             return 0.0
         self._rounds += 1
-        delay_s = min(self._policy.delay_s(each, self._rounds) for each in self._asked.values())
+        delay_s = self._policy.delay_s(self._asked[self.address], self._rounds)
         self._asked.clear()
         return delay_s
 
@@ -221,9 +221,11 @@ class Asking:
             attempt += 1
             address = search.address
             encoded = request if isinstance(request, bytes) else request()
+            was_sent = False
             try:
                 if needs is not None:
                     yield from self._check_can(needs, address, remaining_s)
+                was_sent = True
                 response: Response = yield Send(method, encoded, address, remaining_s)
                 return response, may_have_landed
             except errors.TarryError as failure:
@@ -231,7 +233,7 @@ class Asking:
             error.attempts = attempt
             error.may_have_landed = may_have_landed
             if isinstance(error, errors.DeadlineExceeded):
-                may_have_landed = True
+                may_have_landed = may_have_landed or was_sent
                 break
             if not errors.is_retryable(error):
                 raise error
@@ -242,7 +244,7 @@ class Asking:
                 self.deadline.extend(delay_s)
                 yield Wait(delay_s, error.message)
                 continue
-            may_have_landed = may_have_landed or isinstance(error, (errors.Unavailable, errors.OutcomeUnknown))
+            may_have_landed = may_have_landed or (was_sent and errors.may_have_landed(error))
             delay_s = search.failed(address, error)
             if delay_s >= self.deadline.remaining_s():
                 break

@@ -86,7 +86,7 @@ def _with_port(address: str, target: str, name: str) -> str:
             f"{wrong}; it must be host:port without {url[1]}, such as {url[2] or DEFAULT_TARGET}{tls}"
         )
     parts = _HOST_AND_PORT.fullmatch(address)
-    if parts is None:
+    if parts is None or ":" in (parts[2] or ""):
         brackets = "; an IPv6 address stands in brackets: [::1]:7461" if address.count(":") > 1 else ""
         raise errors.InvalidArgument(
             f"{wrong}; it must be host:port, such as {DEFAULT_TARGET}, or unix: and the path of a socket{brackets}"

@@ -23,9 +23,11 @@ from tarry import errors
 
 SILENCE_S = 3.0
 """Silence after which a daemon is asked for its version, and again as long until it is left (seconds)"""
-# Both together are less than half of a timeout of more than 2 s.
+# Twice this is less than half of the timeout.
 _OF_TIMEOUT = 0.2
 _SILENCE_MIN_S = 0.5
+JUDGED_S = _SILENCE_MIN_S / _OF_TIMEOUT
+"""The shortest timeout in less than half of which a silent daemon is left (seconds)"""
 # A silent daemon that is not asked any more is tried like any other (seconds).
 _FORGOTTEN_S = 600.0
 
@@ -111,7 +113,7 @@ class Daemons:
                 self._learned[owner] = None
         elif isinstance(error, (errors.NotOwner, errors.Unavailable)):
             if self._owners.get(topic) == address:
-                del self._owners[topic]
+                self._owners.pop(topic, None)
             self._turn_from(address)
 
     def _turn_from(self, address: str) -> None:
@@ -162,7 +164,8 @@ class Daemons:
 
     def is_quiet(self, address: str, waited_s: float) -> bool:
         """Return True if the daemon should have reported its version to a caller who has waited as long (seconds)."""
-        return min(waited_s, self.quiet_s(address)) >= 2 * patience_s(waited_s)
+        longest_s = max(patience_s(waited_s), self.patience_s(address))
+        return min(waited_s, self.quiet_s(address)) >= 2 * longest_s
 
     def failed(self, address: str, error: errors.TarryError) -> None:
         """Note the failure of a call or a stream at an address, unless it shows no more than silence does."""
@@ -175,8 +178,10 @@ class Daemons:
         """Return when the daemon must be asked for its version, on the clock; infinity if it need not be asked."""
         line = self._lines[address]
         if line.waiting:
-            since_s = self.now_s() if line.quiet_since_s is None else line.quiet_since_s
-            return since_s + line.patience_s
+            if line.quiet_since_s is None:
+                # What came last came as the first of these callers began to wait.
+                line.quiet_since_s = self.now_s()
+            return line.quiet_since_s + line.patience_s
         return self.now_s() if self._is_silent(address) else math.inf
 
     def patience_s(self, address: str) -> float:
@@ -187,6 +192,8 @@ class Daemons:
         """Note that the daemon is silent, so that no call goes there while another is known; forget who waits."""
         self._lines[address] = _Line()
         self._features.pop(address, None)
+        for topic in [each for each, owner in list(self._owners.items()) if owner == address]:
+            self._owners.pop(topic, None)
         if not self._is_silent(address):
             self._silent[address] = self.now_s()
         self._turn_from(address)

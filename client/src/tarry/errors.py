@@ -19,6 +19,8 @@ DAMAGED_KEY = "damaged"
 OTHER_PROTOCOL = "the port answers, but not in gRPC, like the port of the daemon's metrics (by default 7462)"
 """The reason for which a daemon is unavailable if another service answers"""
 FORMER_OWNER_KEY = "former-owner-ms"
+# gRPC's reasons for a call that had no connection, so that nothing was sent
+_NOT_CONNECTED = ("failed to connect to all addresses", "DNS resolution failed")
 
 
 class TarryError(Exception):
@@ -222,6 +224,13 @@ def is_retryable(error: TarryError) -> bool:
 def is_unknown_call(error: TarryError) -> bool:
     """Return True if the daemon is too old to know the call."""
     return error.code is grpc.StatusCode.UNIMPLEMENTED
+
+
+def may_have_landed(error: TarryError) -> bool:
+    """Return True if a request that failed like this, with a failure worth a retry, may have been carried out."""
+    if isinstance(error, Unavailable):
+        return not error.message.startswith(_NOT_CONNECTED)
+    return isinstance(error, OutcomeUnknown)
 
 
 def ends_stream(error: TarryError) -> bool:

@@ -337,7 +337,6 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
             subscription,
             permits=permits,
             ack_linger=ack_linger,
-            timeout_s=deadline.timeout_s,
         )
         await self._wait_until_open(opened, deadline)
         return opened
@@ -374,7 +373,6 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
             subscription,
             consumers=consumers,
             ack_linger=ack_linger,
-            timeout_s=deadline.timeout_s,
         )
         await self._wait_until_open(opened, deadline)
         return opened

@@ -21,6 +21,7 @@ from tarry import (
     batch,
     calls,
     columns,
+    daemons,
     errors,
     key_shared,
     key_shared_receiving,
@@ -63,7 +64,6 @@ class Receiver(Generic[Received]):
         topic: str,
         subscription: str,
         state: receiving.Receiving[Future[Any], Received],
-        timeout_s: float,
     ) -> None:
         self._timeout_s = known.timeout_s
         # Guards the state, and is not held while a future is settled. Only the session settles futures and removes
@@ -71,7 +71,7 @@ class Receiver(Generic[Received]):
         self._changed = on_event_loop.Condition()
         self._receiving = state
         name = f"subscription {subscription!r} of topic {topic!r}"
-        self._lifetime = streams.Lifetime(known.daemons, known.policy, topic, name, timeout_s=timeout_s)
+        self._lifetime = streams.Lifetime(known.daemons, known.policy, topic, name, timeout_s=self._timeout_s)
         # The address of the last stream
         self._address = self._lifetime.address
         self._shared = shared
@@ -104,7 +104,7 @@ class Receiver(Generic[Received]):
     async def wait_until_open(self, deadline: attempts.Deadline) -> None:
         """Wait for the first stream. Raises what refused it, or DeadlineExceeded."""
         state = self._receiving
-        with self._changed:
+        with self._changed, self._shared.connections.watched(self._address, deadline.timeout_s):
             if not await self._changed.wait_for(
                 lambda: state.streams_opened or state.ended is not None, deadline.remaining_s()
             ):
@@ -279,8 +279,12 @@ class Receiver(Generic[Received]):
             await self.close()
 
     def _watched(self, timeout_s: float | None) -> contextlib.AbstractContextManager[None]:
-        """Watch the daemon of the open stream while a caller waits for as long (seconds); None is up to the stream."""
-        if not timeout_s or self._receiving.has_news or not self._receiving.is_open:
+        """Watch the daemon of the open stream while a caller waits for as long (seconds).
+
+        None is up to the stream, and so is a wait that is too short to tell silence from a busy daemon.
+        """
+        too_short = timeout_s is None or timeout_s < daemons.JUDGED_S
+        if too_short or self._receiving.has_news or not self._receiving.is_open:
             return contextlib.nullcontext()
         return self._shared.connections.watched(self._address, timeout_s)
 
@@ -358,7 +362,6 @@ class Subscription(Receiver[batch.Batch]):
         *,
         permits: int,
         ack_linger: stream_requests.AckLinger,
-        timeout_s: float,
     ) -> None:
         state: receiving.SharedReceiving[Future[Any]] = receiving.SharedReceiving(
             topic,
@@ -368,7 +371,7 @@ class Subscription(Receiver[batch.Batch]):
             policy=known.policy,
             ack_linger=ack_linger,
         )
-        super().__init__(shared, known, topic, subscription, state, timeout_s)
+        super().__init__(shared, known, topic, subscription, state)
 
 
 def _left_s(deadline: attempts.Deadline | None, at_most_s: float | None = None) -> float | None:
@@ -397,7 +400,6 @@ class KeySharedSubscription(Receiver[key_shared.Event]):
         *,
         consumers: Sequence[key_shared.Consumer],
         ack_linger: stream_requests.AckLinger,
-        timeout_s: float,
     ) -> None:
         state: key_shared_receiving.KeySharedReceiving[Future[Any]] = key_shared_receiving.KeySharedReceiving(
             topic,
@@ -407,7 +409,7 @@ class KeySharedSubscription(Receiver[key_shared.Event]):
             policy=known.policy,
             ack_linger=ack_linger,
         )
-        super().__init__(shared, known, topic, subscription, state, timeout_s)
+        super().__init__(shared, known, topic, subscription, state)
 
     @property
     def consumers(self) -> tuple[key_shared.Consumer, ...]:

@@ -101,8 +101,11 @@ class RowBatch:
 
     def no_times(self) -> dict[int, int]:
         """Return the numbers that are no times (`times.fault_of`), by row."""
-        at_ms = [] if self.deliver_at_ms is None else self.deliver_at_ms.tolist()
-        return {row: each for row, each in enumerate(at_ms) if times.fault_of(each) is not None}
+        if self.deliver_at_ms is None:
+            return {}
+        # `fault_of` by column
+        wrong = np.flatnonzero((self.deliver_at_ms != 0) & (self.deliver_at_ms < times.MS_MIN))
+        return dict(zip(wrong.tolist(), self.deliver_at_ms[wrong].tolist(), strict=True))
 
     def check_times(self) -> None:
         """Raise click.UsageError, which names the line, if a number of the file is no time."""

@@ -336,7 +336,6 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
             subscription,
             permits=permits,
             ack_linger=ack_linger,
-            timeout_s=deadline.timeout_s,
         )
         self._wait_until_open(opened, deadline)
         return opened
@@ -372,7 +371,6 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
             subscription,
             consumers=consumers,
             ack_linger=ack_linger,
-            timeout_s=deadline.timeout_s,
         )
         self._wait_until_open(opened, deadline)
         return opened

@@ -226,7 +226,8 @@ class Connections:
 
     def why_quiet(self, address: str, waited_s: float) -> errors.Unavailable | None:
         """Return the failure of a caller who has waited as long for a daemon (seconds), or None if that answers."""
-        return _silent(address) if self._known.is_quiet(address, waited_s) else None
+        with self._changed:
+            return _silent(address) if self._known.is_quiet(address, waited_s) else None
 
     @contextlib.contextmanager
     def watched(self, address: str, timeout_s: float | None) -> Iterator[None]:
