@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from py4j.protocol import Py4JError
+from py4j.protocol import Py4JError, Py4JNetworkError
 from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
@@ -119,7 +119,7 @@ def session(name: str, *, master: str | None = None, parallelism: int | None = N
                 "set the tasks of a master in Spark (spark.executor.cores, local[N])"
             )
         master = f"local[{parallelism}]"
-    with _as_before(), tempfile.TemporaryDirectory(prefix="tarry-java-") as directory:
+    with _as_before(), losses_without_traces(), tempfile.TemporaryDirectory(prefix="tarry-java-") as directory:
         started = not submitted()
         if started:
             _choose_java(Path(directory))
@@ -137,6 +137,27 @@ def session(name: str, *, master: str | None = None, parallelism: int | None = N
         finally:
             _stop(spark)
             _end_java(started)
+
+
+@contextlib.contextmanager
+def losses_without_traces() -> Iterator[None]:
+    """Turn py4j's own message about a lost Java into one of level DEBUG within the block; its call raises as well.
+
+    py4j logs it with its traces to the root logger if Java's death resets the connection during a call.
+    """
+    root = logging.getLogger()
+    root.addFilter(_is_no_loss)
+    try:
+        yield
+    finally:
+        root.removeFilter(_is_no_loss)
+
+
+def _is_no_loss(record: logging.LogRecord) -> bool:
+    if record.exc_info is None or not isinstance(record.exc_info[1], Py4JNetworkError):
+        return True
+    _log.debug("%s", record.getMessage(), exc_info=record.exc_info)
+    return False
 
 
 def first_line(failure: BaseException) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -13,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from py4j import protocol as proto
+from py4j.java_gateway import GatewayClient, GatewayParameters
 from pyspark.sql import SparkSession
 
 from batch.engine import engine_port, spark_engine, spark_session
@@ -153,6 +158,26 @@ def test_a_parallelism_beside_a_master_is_refused() -> None:
     refused = spark_engine.SparkEngine("tests", master="spark://cluster:7077", parallelism=3)
     with pytest.raises(engine_port.EngineUnusable, match="--parallelism 3 applies to this machine alone"), refused:
         pass
+
+
+def test_a_connection_that_java_resets_is_told_by_the_error_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """As if Java died between a call and its answer: the server has read a part of the call when it resets."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def reset() -> None:
+            accepted, _ = server.accept()
+            accepted.recv(1)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            accepted.close()
+
+        dying = threading.Thread(target=reset, daemon=True)
+        dying.start()
+        client = GatewayClient(gateway_parameters=GatewayParameters(port=server.getsockname()[1]))
+        with spark_session.losses_without_traces():
+            assert client.send_command("c\n", retry=False) == proto.ERROR
+            logging.getLogger().warning("another message")
+        dying.join()
+    assert [record.getMessage() for record in caplog.records] == ["another message"]
 
 
 LOSING_JAVA = """\

@@ -125,7 +125,11 @@ def _failures(step: str) -> list[Odd]:
         raised["SessionOver"] = (SESSION, lambda: port.SessionOver(ODD))
         raised["NotThere"] = (SESSION, lambda: port.NotThere(ODD))
     raised |= {name: (surprise, error) for name, error in LIBRARIES.items()}
-    found = [Odd(name, means, 0, error) for name, (means, error) in raised.items()]
+    found = [
+        # What is said to be there is not: a look at the topic ends the session.
+        Odd(name, SESSION if name == tarry.AlreadyExists.__name__ else means, 0, error)
+        for name, (means, error) in raised.items()
+    ]
     if step not in ("read", "open", "close", "passed", "fetch", "hold"):
         may_land = [name for name in raised if not _says_nothing_was_done(name)]
         found += [Odd(f"{name}, and done", raised[name][0], 1, raised[name][1]) for name in may_land]
@@ -136,7 +140,8 @@ def _means(step: str, kind: type[tarry.TarryError]) -> str:
     meant = daemon_answers.TABLE.get(kind)
     if step == "create_subscription" and kind is tarry.AlreadyExists:
         return TAKEN
-    if step in ("policy", "retention") and kind is tarry.NotFound:
+    # The question of `retention` ends a session that has made its subscription: the topic was deleted since.
+    if step == "policy" and kind is tarry.NotFound:
         return TAKEN
     if step == "topics" and kind is tarry.NotFound:
         return AGAIN
@@ -331,6 +336,15 @@ def _noise_of_read() -> list[Odd]:
 
         return change
 
+    def sent_at(sent_at_ms: Any) -> Callable[[port.Portion], port.Portion]:
+        def change(portion: port.Portion) -> port.Portion:
+            read = portion.read[0]
+            assert read.message is not None
+            message = dataclasses.replace(read.message, sent_at_ms=sent_at_ms)
+            return port.Portion([dataclasses.replace(read, message=message)])
+
+        return change
+
     return [
         _changed("rows twice", TAKEN, lambda portion: port.Portion([*portion.read, *portion.read])),
         _changed("rows of texts", SESSION, lambda portion: port.Portion([ODD] * 2)),  # type: ignore[list-item]
@@ -339,9 +353,9 @@ def _noise_of_read() -> list[Odd]:
         _changed("lost lanes are a number", SESSION, lambda portion: port.Portion(portion.read, 7)),  # type: ignore[arg-type]
         _changed("headers are None", REFUSED, with_first(message=port.Message(None, ("orders", 1)))),  # type: ignore[arg-type]
         _changed("message is a text", REFUSED, with_first(message=ODD)),
-        _changed("sent at None", REFUSED, with_first(sent_at_ms=None)),
-        _changed("sent at 2**70", REFUSED, with_first(sent_at_ms=2**70)),
-        _changed("sent at a text", REFUSED, with_first(sent_at_ms=ODD)),
+        _changed("sent at None", REFUSED, sent_at(None)),
+        _changed("sent at 2**70", REFUSED, sent_at(2**70)),
+        _changed("sent at a text", REFUSED, sent_at(ODD)),
         _changed("repeated is None", REFUSED, with_first(message=port.Message({}, ("orders", 1), None))),  # type: ignore[arg-type]
     ]
 
