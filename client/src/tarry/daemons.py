@@ -179,7 +179,7 @@ class Daemons:
         line = self._lines[address]
         if line.waiting:
             if line.quiet_since_s is None:
-                # What came last came as the first of these callers began to wait.
+                # A message came as the first of these callers began to wait.
                 line.quiet_since_s = self.now_s()
             return line.quiet_since_s + line.patience_s
         return self.now_s() if self._is_silent(address) else math.inf

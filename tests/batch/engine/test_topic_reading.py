@@ -413,7 +413,7 @@ def test_a_log_with_a_hole_is_damaged(store: WatchedStore) -> None:
     for entry in range(3):
         shard.add(1, entry)
     store.delete(names.log_slot_key(shard.owner.log_id, 3))
-    with pytest.raises(Damaged, match=r"shard slot 2, behind slot 2 and before slot 4: it is missing"):
+    with pytest.raises(Damaged, match=r"shard slot 2, after slot 2 and before slot 4: it is missing"):
         state_of(store)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import pkgutil
 from typing import Any, cast
@@ -76,8 +77,10 @@ async def code_of(channel: grpc.aio.Channel, path: str, *, streams: bool) -> grp
     if streams:
         stream: Any = channel.stream_stream(path)
         call = stream(timeout=300)
-        await call.write(request)
-        await call.done_writing()
+        # The call may end before it is written.
+        with contextlib.suppress(grpc.RpcError):
+            await call.write(request)
+            await call.done_writing()
     else:
         unary: Any = channel.unary_unary(path)
         call = unary(request, timeout=300)

@@ -71,7 +71,7 @@ redelivery_policies = st.builds(
 key_shared_policies = st.builds(
     manifest.KeySharedPolicy,
     selector=st.sampled_from(manifest.HashSelector),
-    points_per_consumer=u32,
+    points_per_consumer=st.integers(0, manifest.POINTS_PER_CONSUMER_MAX),
     order=st.sampled_from(manifest.KeyOrder),
     allow_out_of_order_delivery=st.booleans(),
     nack_order=st.sampled_from(manifest.NackOrder),
@@ -84,7 +84,7 @@ subscription_policies = st.builds(
     redelivery=st.none() | redelivery_policies,
     max_redeliver_count=st.none() | u32,
     ack_timeout_ms=st.none() | u64,
-    nack_precision_bits=st.none() | u32,
+    nack_precision_bits=st.none() | st.integers(0, manifest.NACK_PRECISION_BITS_MAX),
     key_shared=st.none() | key_shared_policies,
 )
 subscriptions = st.builds(
@@ -147,11 +147,12 @@ dead_letters = st.builds(
     text_index=some_bytes,
     texts=st.lists(text, max_size=2).map(tuple),
 )
+count_planes = st.builds(manifest.CountPlane, index_id=u64, bit=st.integers(0, 31), positions=bitmaps)
 redeliveries = st.builds(
     manifest.Redeliveries,
     subscription_id=u64,
     nacked=st.lists(nacked, max_size=2).map(tuple),
-    counts=st.lists(st.builds(manifest.CountPlane, index_id=u64, bit=u32, positions=bitmaps), max_size=2).map(tuple),
+    counts=st.lists(count_planes, max_size=2).map(tuple),
     dead_letters=st.none() | dead_letters,
     last_dead_letter_id=u64,
 )
