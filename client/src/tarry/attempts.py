@@ -158,8 +158,8 @@ class Search:
         """Forget all failures, because there was progress."""
         self.failures = 0
         self._rounds = 0
-        # Address -> failure, since the last back-off
-        self._asked: dict[str, errors.TarryError] = {}
+        # Address -> how long to back off after its failure (seconds), since the last back-off
+        self._asked: dict[str, float] = {}
 
     @property
     def address(self) -> str:
@@ -169,12 +169,12 @@ class Search:
     def failed(self, address: str, error: errors.TarryError) -> float:
         """Learn from a failure at an address; return how long to wait before the next attempt (seconds)."""
         self.failures += 1
-        self._asked[address] = error
+        self._asked[address] = self._policy.delay_s(error, self._rounds + 1)
         self._known.learn(self._topic, address, error)
         if self.address not in self._asked:
             return 0.0
         self._rounds += 1
-        delay_s = self._policy.delay_s(self._asked[self.address], self._rounds)
+        delay_s = self._asked[self.address]
         self._asked.clear()
         return delay_s
 
