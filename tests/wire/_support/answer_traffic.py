@@ -491,7 +491,11 @@ class LaneSettler(Worker):
         self._subscription = asker.client.subscribe(topic, SUBSCRIPTION, timeout_s=traffic.PATIENCE_S)
 
     def step(self) -> None:
-        batch = self._subscription.receive(PAUSE_S)
+        try:
+            batch = self._subscription.receive(PAUSE_S)
+        except tarry.DeadlineExceeded:
+            # No daemon can be reached.
+            return
         if batch is None:
             return
         if not self.asker.answers.reached(self._topic, batch.epoch):
