@@ -207,3 +207,22 @@ def test_the_private_names_of_nats_py_are_where_they_were() -> None:
     source = Path(inspect.getfile(of)).read_text(encoding="utf-8")
     for used in ("await self._send_publish(subject, reply, payload, payload_size, headers)", "await self._ps.parse(b)"):
         assert used in source
+
+
+@pytest.mark.parametrize("broken", [ConnectionResetError(104, "Connection reset by peer"), nats.errors.UnexpectedEOF()])
+async def test_a_broken_socket_does_not_hide_why_the_server_ended_the_connection(broken: Exception) -> None:
+    client = nats_client.NatsClient(timeout_s=1.0)
+    await client._error(nats.errors.Error("nats: 'Authorization Violation'"))
+    await client._error(broken)
+    assert "Authorization Violation" in client._said
+    await client._reconnected()
+    await client._error(broken)
+    assert client._said == str(broken)
+
+
+async def test_a_denied_subject_is_no_reason_for_a_connection_that_breaks() -> None:
+    client = nats_client.NatsClient(timeout_s=1.0)
+    client._error_came('Permissions Violation for Publish to "a"')
+    await client._error(nats.errors.Error('nats: permissions violation for publish to "a"'))
+    await client._error(nats.errors.UnexpectedEOF())
+    assert client._said == "nats: unexpected EOF"

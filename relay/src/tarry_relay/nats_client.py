@@ -45,6 +45,7 @@ _TIME = re.compile(rb"^Nats-Time-Stamp: *([^\r\n]+)", re.IGNORECASE | re.MULTILI
 _LINE_ENDS = str.maketrans({"\r": " ", "\n": " "})
 _DENIED = re.compile(r'Permissions Violation for (Publish|Subscription) to ("(?:[^"\\]|\\.)*")', re.IGNORECASE)
 _CREDENTIALS_REFUSED = re.compile(r"authorization violation|authentication (expired|revoked)", re.IGNORECASE)
+_BROKEN = (ConnectionResetError, BrokenPipeError, nats.errors.UnexpectedEOF)
 _JWT = re.compile(r"-+BEGIN NATS USER JWT-+\s+[^\s-]")
 _SEED = re.compile(r"-+BEGIN USER NKEY SEED-+\s+(\S+)")
 _NOT_FOUND = frozenset({10_014, 10_059})
@@ -355,6 +356,8 @@ class NatsClient:
         """Reason why the connection is over; empty while it is not"""
         self._said = ""
         """Last failure of the connection"""
+        self._refused = ""
+        """The server's error that ended the last connection or attempt; empty while connected"""
         self._deaf = ""
         """Reason why no answer can arrive; empty while one can"""
 
@@ -395,7 +398,7 @@ class NatsClient:
         finally:
             await port.end((connecting,))
         self._inbox = self._connection.new_inbox()
-        self._said = ""
+        self._said = self._refused = ""
         self._settled.set()
         await self._sending(self._connection.subscribe(f"{self._inbox}.*", cb=self._answered, pending_bytes_limit=0))
 
@@ -410,7 +413,11 @@ class NatsClient:
     # Callbacks of nats-py
 
     async def _error(self, error: Exception) -> None:
-        self._said = _text(error)
+        # A socket that breaks after the server's last word says less than that word.
+        if not (self._refused and isinstance(error, _BROKEN)):
+            self._said = _text(error)
+        if type(error) is nats.errors.Error and _DENIED.search(self._said) is None:
+            self._refused = self._said
         if self._inbox and _CREDENTIALS_REFUSED.search(self._said):
             # Otherwise it would try for ever with the credentials that it read when it was opened.
             self._end()
@@ -424,7 +431,7 @@ class NatsClient:
         self._fail_all(lambda: Failed(nats_answers.LOST, f"the connection was lost: {self._said or 'no reason given'}"))
 
     async def _reconnected(self) -> None:
-        self._said = self._deaf = ""
+        self._said = self._refused = self._deaf = ""
         self._settled.set()
 
     async def _closed(self) -> None:
@@ -433,6 +440,7 @@ class NatsClient:
     def _error_came(self, text: str) -> None:
         self._said = text
         if (denied := _DENIED.search(text)) is None:
+            self._refused = text
             return
         if denied[1].lower() == "subscription":
             # No answer can arrive then. The server repeats the error after each reconnect.

@@ -509,7 +509,7 @@ async def test_a_password_that_is_changed_ends_the_session(tmp_path: Path, resta
             broker.configure(users("new"))
         assert await fails_with(port.SessionOver, adapter.must_answer) < 120
         with pytest.raises(port.Unreachable, match="Authorization Violation"):
-            async with opened(broker, timeout_s=2.0, **own):
+            async with opened(broker, timeout_s=5.0, **own):
                 pass
         password_file.write_text("new")
         async with opened(broker, **own) as another:
