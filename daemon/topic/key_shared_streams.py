@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -23,6 +23,7 @@ from pyroaring import BitMap64
 from daemon.call_values import Consumer, HandedOut, Nack, NackOutcome, Planned, TakenBack
 from daemon.core import limits
 from daemon.core.backlog.nack_tracker import FrozenNacks
+from daemon.core.decisions.claims import HeldPositions
 from daemon.core.index.position_keys import KeyedRows, Mask, bitmap_of, contained
 from daemon.core.key_shared import hash_slots
 from daemon.core.key_shared.key_consumers import Joining
@@ -35,6 +36,7 @@ from storage_backends.formats.row_columns import U32, U64, Rows
 
 # Rows with which a stream is full until some are taken, and the most rows of one message
 ROWS_MAX = 10_000
+NO_POSITIONS = HeldPositions(*(np.empty(0, np.uint64) for _ in range(3)))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -196,8 +198,6 @@ class KeySharedStream(OpenStream):
         self._consumer_ids: dict[int, int] = {}
         # Columns of the numbers and the ids, by ascending number
         self._columns: tuple[U32, U32] | None = None
-        # Plans and marks are decided in the order in which they were asked for.
-        self._in_order = asyncio.Lock()
 
     @property
     def holders(self) -> Collection[int]:
@@ -251,32 +251,31 @@ class KeySharedStream(OpenStream):
 
     # ---- messages that are not delayed
 
-    async def plan(self, request_id: int, ledger_id: U64, entry_id: U64, key_hash: U32 | None) -> None:
-        """Request who receives positions, in log order; `Planned` answers. Returns when that is out.
+    def plan(self, request_id: int, ledger_id: U64, entry_id: U64, key_hash: U32 | None) -> Awaitable[None]:
+        """Request who receives positions, in log order; `Planned` answers. The result ends when that is out.
 
-        Raises InvalidArgument, QuotaExceeded, and Unavailable if nothing may be delivered now.
+        It is decided before every acknowledgement that is requested later, since nothing would be known of one that was
+        decided before. Raises InvalidArgument, QuotaExceeded, and Unavailable if nothing may be sent now, at once or
+        when it is awaited.
         """
         self._check_open()
         positions = Rows(np.zeros(len(entry_id), np.uint64), ledger_id, entry_id, key_hash)
         self._sharing.check_plan(positions)
-        async with self._in_order:
-            # A former owner may still deliver by key.
-            await self._topic.alone()
-            await self._passed()
-            sent = self._sharing.plan(self, request_id, positions)
-        await sent
+        return self._decided(lambda: self._sharing.plan(self, request_id, positions))
 
-    async def mark_delete(self, ledger_id: int, entry_id: int) -> None:
+    def mark_delete(self, ledger_id: int, entry_id: int) -> Awaitable[None]:
         """Record that everything planned up to this position is acknowledged."""
         self._check_open()
-        async with self._in_order:
-            await self._passed()
-            self._sharing.mark_delete(self, ledger_id, entry_id)
+        return self._decided(lambda: self._sharing.mark_delete(ledger_id, entry_id))
 
-    async def _passed(self) -> None:
-        await self._topic.gate.passed()
-        self._check_open()
-        self._topic.check_there(self.state)
+    def _decided(self, decide: Callable[[], Awaitable[None]]) -> Awaitable[None]:
+        """Decide a request that no staged decision conflicts with, in the order of all requests."""
+
+        def decide_if_open() -> Awaitable[None]:
+            self._check_open()
+            return decide()
+
+        return self._subscription.acks.decided(self.state, NO_POSITIONS, decide_if_open)
 
     # ---- going out
 
@@ -559,16 +558,21 @@ class SharingRounds:
     def plan(self, stream: KeySharedStream, request_id: int, positions: Rows) -> asyncio.Future[None]:
         """Plan who receives positions, in their order. The future ends when the answer is out.
 
-        Raises InvalidArgument, QuotaExceeded, and Unavailable if nothing may be delivered now.
+        All are HELD while rows may not be delivered. Raises InvalidArgument, QuotaExceeded, and Unavailable if nothing
+        may be sent now.
         """
         topic, state = self._topic, self._state
-        if not self._subscription.may_hand_out:
+        if not topic.may_send:
             raise Unavailable(f"topic {topic.core.name}: rows may not be delivered now; try again")
         shared = self._open()
         self._take_back(shared)
         new = ~shared.key_shared.plans.are_planned(positions.ledger_id, positions.entry_id)
         numbers = topic.core.key_sharing.plan(
-            state, stream.dispatcher, positions, elapsed_ms=self._environment.elapsed_ms()
+            state,
+            stream.dispatcher,
+            positions,
+            may_hand_out=self._subscription.may_hand_out,
+            elapsed_ms=self._environment.elapsed_ms(),
         )
         planned = KeyedRows(positions, shared.key_shared.planned.find(positions.ledger_id, positions.entry_id))
         sent = stream.outbox.plan(request_id, planned, numbers, new)
@@ -586,11 +590,14 @@ class SharingRounds:
         self._take_back(self._open())
         return stream.outbox.mark()
 
-    def mark_delete(self, stream: KeySharedStream, ledger_id: int, entry_id: int) -> None:
-        """Record that everything planned up to this position is acknowledged."""
+    def mark_delete(self, ledger_id: int, entry_id: int) -> Awaitable[None]:
+        """Record that everything planned up to this position is acknowledged; the result has ended."""
         shared = self._open()
         shared.key_shared.plans.mark_delete(ledger_id, entry_id)
         self._ask(shared)
+        recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        recorded.set_result(None)
+        return recorded
 
     # ---- rounds
 

@@ -25,6 +25,11 @@ async def ignored_by(request: Callable[..., Awaitable[Ignored]], *arguments: Any
     return len(await request(*arguments))
 
 
+async def ended(request: Callable[..., Awaitable[None]], *arguments: Any) -> None:
+    """When a request that has no outcome has been decided and answered."""
+    await request(*arguments)
+
+
 async def counts_of(request: Callable[..., Awaitable[NackOutcome]], *arguments: Any) -> Counts:
     outcome = await request(*arguments)
     return Counts(len(outcome.ignored), outcome.dead_lettered)

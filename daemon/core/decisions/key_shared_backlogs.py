@@ -120,16 +120,21 @@ class KeySharedBacklogs:
             )
         return held
 
-    def plan(self, state: SubscriptionState, stream: int, positions: Rows, *, elapsed_ms: int) -> U32:
+    def plan(
+        self, state: SubscriptionState, stream: int, positions: Rows, *, may_hand_out: bool = True, elapsed_ms: int
+    ) -> U32:
         """Return the consumer of a stream that receives each undelayed position now, 0 if it is HELD.
 
-        A position that has a row is delivered by that row. Raises InvalidArgument, QuotaExceeded.
+        A position that has a row is delivered by that row. Without `may_hand_out` no consumer receives anything that it
+        does not hold. Raises InvalidArgument, QuotaExceeded.
         """
         limits.check_distinct(positions.ledger_id, positions.entry_id, None)
         answers = np.zeros(len(positions), np.uint32)
         places = np.flatnonzero(self._have_no_row(state, positions))
         if len(places):
-            answers[places] = _shared(state).plans.plan(stream, positions.take(places), elapsed_ms=elapsed_ms)
+            answers[places] = _shared(state).plans.plan(
+                stream, positions.take(places), may_hand_out=may_hand_out, elapsed_ms=elapsed_ms
+            )
         return answers
 
     def _have_no_row(self, state: SubscriptionState, positions: Rows) -> Mask:

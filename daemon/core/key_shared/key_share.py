@@ -641,11 +641,11 @@ class Plans:
         self._shared.last_sent.sent(positions.ledger_id[held], positions.entry_id[held])
         return held
 
-    def plan(self, stream: int, positions: Rows, *, elapsed_ms: int) -> U32:
+    def plan(self, stream: int, positions: Rows, *, may_hand_out: bool, elapsed_ms: int) -> U32:
         """Return the number of the stream's consumer that receives each position now, 0 if it is HELD.
 
-        The positions are in the order of the log, distinct, and without rows. Raises QuotaExceeded if too many would
-        wait.
+        The positions are in the order of the log, distinct, and without rows. Without `may_hand_out` those that nobody
+        holds wait. Raises QuotaExceeded if too many would wait.
         """
         self._shared.now(elapsed_ms)
         self._check_planned(len(positions))
@@ -664,7 +664,7 @@ class Plans:
             self._shared.back(KeyedRows(positions, keys).take(again))
             new &= ~again
         if new.any():
-            answers[new] = self._plan_new(stream, KeyedRows(positions, keys).take(new))
+            answers[new] = self._plan_new(stream, KeyedRows(positions, keys).take(new), may_hand_out=may_hand_out)
         return answers
 
     def _check_planned(self, rows: int) -> None:
@@ -690,10 +690,10 @@ class Plans:
             holders[held[streams != np.uint32(stream)]] = 0
         return holders
 
-    def _plan_new(self, stream: int, rows: KeyedRows) -> U32:
+    def _plan_new(self, stream: int, rows: KeyedRows, *, may_hand_out: bool) -> U32:
         answers = np.zeros(len(rows), np.uint32)
         room = self._ready.in_flight_room
-        if self._ready.ready_rows or not self._shared.is_whole or room <= 0:
+        if not may_hand_out or self._ready.ready_rows or not self._shared.is_whole or room <= 0:
             # Earlier rows go first.
             self._ready.append_ready(rows)
             return answers

@@ -18,7 +18,7 @@ from daemon.core.key_shared.hash_slots import HashRange
 from daemon.topic.key_shared_streams import KeySharedStream
 from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, SubscriptionPolicy
 from tests._support.engine_fixture import TIMEOUT_S, Daemon
-from tests._support.outcomes import Counts, counts_of, ignored_by
+from tests._support.outcomes import Counts, counts_of, ended, ignored_by
 from tests.daemon._support.nacking import Claim, HandOut, claims, hand_outs, nack_of
 
 MANY = 1_000_000
@@ -141,7 +141,7 @@ class KeyDispatcher:
         request_id = self._requests
         columns = np.full(len(entries), ledger, np.uint64), np.array(entries, np.uint64)
         key_hash = None if hashes is None else np.array(hashes, np.uint32)
-        await self._daemon.call(self.stream.plan(request_id, *columns, key_hash))
+        await self._daemon.call(ended(self.stream.plan, request_id, *columns, key_hash))
         await self._daemon.until(lambda: request_id in self.planned)
         return self.planned[request_id]
 

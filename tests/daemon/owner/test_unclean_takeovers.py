@@ -23,7 +23,7 @@ from tests.daemon._support.calling import (
     trim,
     up_to,
 )
-from tests.daemon._support.key_dispatching import by_key, consumer, open_by_key
+from tests.daemon._support.key_dispatching import by_key, claim_of, consumer, open_by_key, planned
 
 QUICK = "ownership.heartbeat_interval_s=0.5"
 DUE_MS = 12_000
@@ -96,17 +96,38 @@ async def test_rows_go_to_no_consumer_by_key_while_a_former_owner_may_hand_a_key
     began_s = two.elapsed_s()
     second = await open_by_key(two, [consumer(2)])
     await key_dispatching.add(two, 2, [0], [7])
-    plan = asyncio.ensure_future(second.plan(9, [0], [8]))
+    assert await second.plan(9, [0], [8]) == [0]
     leased = get(two, wait_ms=5_000)
     with pytest.raises(Conflict, match="open as KEY_SHARED"):
         await leased
     await asyncio.sleep(FORMER_S - 2)
     assert not second.got
-    assert not plan.done()
-    # HELD behind what was ready before, it comes on the stream.
-    await two.until(lambda: len(second.got) == 5 + (second.planned.get(1) == [0]))
-    await plan
+    assert len(await second.next(6)) == 6
     assert two.elapsed_s() - began_s >= FORMER_S - 1
+
+
+async def test_what_is_acknowledged_after_it_was_planned_again_does_not_come_when_the_former_owner_is_over(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one", QUICK)
+    first = await open_by_key(one, [consumer(1)], policy=by_key())
+    assert await first.plan(9, range(3), [7] * 3) == [1] * 3
+    await first.nack(planned(9, [0]), 500)
+    nacked = await first.next(1)
+    assert nacked[0].row.redeliveries == 1
+    two = await overtaken(machines, one)
+    held = [claim_of(each) for each in nacked] + [(1, claim, 7) for claim in planned(9, [1, 2])]
+    # What it holds still, that and more planned again, and an acknowledgement while nothing may go out by key.
+    second = await open_by_key(two, [consumer(1)], held=held)
+    assert second.stream.held == 3
+    plan = asyncio.ensure_future(second.plan(9, range(4), [7] * 4))
+    await asyncio.sleep(1)
+    acknowledged = second.acknowledge([*nacked, *planned(9, [1])])
+    assert await plan == [0, 1, 1, 0]
+    assert await acknowledged == 0
+    assert [(each.entry, each.row.redeliveries) for each in await second.next(1)] == [(3, 0)]
+    assert await second.nothing_more(for_s=30)
+    assert await second.acknowledge(planned(9, [2, 3])) == 0
 
 
 async def test_a_lease_of_a_subscription_that_is_shared_by_key_waits_too(machines: EngineFixture) -> None:

@@ -14,6 +14,7 @@ from daemon import call_values
 from daemon.topic.open_streams import StreamClosed
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder, SubscriptionPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.outcomes import ended
 from tests.daemon._support.calling import stats
 from tests.daemon._support.key_dispatching import HASHES, KeyDispatcher, Sent, add, consumer, open_by_key
 from tests.daemon._support.nacking import HandOut
@@ -186,7 +187,7 @@ class History:
         # Consumers that hold some of it would not know.
         stream = self.stream()
         if stream is not None and not any(each.held for each in self.streams):
-            await self.daemon.call(stream.dispatcher.stream.mark_delete(9, self.draw.randint(0, self.planned)))
+            await self.daemon.call(ended(stream.dispatcher.stream.mark_delete, 9, self.draw.randint(0, self.planned)))
 
     async def look(self) -> None:
         await self.daemon.call(self.daemon.engine.requests.list_consumers("t", "s", 0, 0))

@@ -12,7 +12,7 @@ from daemon.topic import key_shared_streams
 from daemon.topic.open_streams import StreamClosed
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder, SubscriptionPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
-from tests._support.outcomes import Counts
+from tests._support.outcomes import Counts, ended, ignored_by
 from tests.daemon._support.calling import get, held, rows_of, stats
 from tests.daemon._support.key_dispatching import (
     HALF,
@@ -25,7 +25,7 @@ from tests.daemon._support.key_dispatching import (
     planned,
     sticky,
 )
-from tests.daemon._support.nacking import constant, dispatcher, update
+from tests.daemon._support.nacking import claims, constant, dispatcher, update
 
 ALL = (0, HASHES - 1)
 LOW, HIGH = (0, HALF - 1), (HALF, HASHES - 1)
@@ -136,7 +136,7 @@ async def test_what_is_marked_as_deleted_is_acknowledged(machines: EngineFixture
     assert [each.stats.last_sent_position_when_joining for each in page.consumers] == [None, (9, 9)]
     assert page.key_shared is not None
     assert [each.name for each in page.key_shared.consumers_after_mark_delete_position] == ["consumer-2"]
-    await one.call(shared.stream.mark_delete(9, 9))
+    await one.call(ended(shared.stream.mark_delete, 9, 9))
     assert [each.consumer for each in await shared.next(2)] == [2, 2]
     assert (await stats(one)).subscriptions[0].in_flight == 4
 
@@ -184,17 +184,54 @@ async def test_a_plan_whose_answer_nobody_takes_out_ends_with_the_stream(machine
     await add(one, 1, [1], [7])
     await one.until(lambda: len(shared.stream.state.in_flight) == 1 and not shared.stream.outbox)
     columns = np.array([9], np.uint64), np.array([1], np.uint64)
-    asked = one.call(shared.stream.plan(1, *columns, None))
+    asked = one.call(ended(shared.stream.plan, 1, *columns, None))
     await asyncio.sleep(1)
     assert not asked.done()
     shared.stream.sends_no_more()
     with pytest.raises(Unavailable, match="the daemon sends nothing more"):
         await asked
     with pytest.raises(Unavailable):
-        await one.call(shared.stream.plan(2, *columns, None))
+        await one.call(ended(shared.stream.plan, 2, *columns, None))
     shared.stream.close()
     with pytest.raises(StreamClosed):
-        await one.call(shared.stream.plan(3, *columns, None))
+        await one.call(ended(shared.stream.plan, 3, *columns, None))
+
+
+async def test_a_plan_is_decided_before_an_acknowledgement_that_is_read_with_it(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    shared = await open_by_key(one, [consumer(1, ALL)], policy=sticky())
+    assert await shared.plan(9, [1], [7]) == [1]
+
+    async def both() -> int:
+        again = asyncio.ensure_future(shared.stream.plan(7, np.array([9], np.uint64), np.array([1], np.uint64), None))
+        ignored = await ignored_by(shared.stream.acknowledge, claims(planned(9, [1])))
+        await again
+        return ignored
+
+    assert await one.call(both()) == 0
+    assert shared.planned[7] == [0]
+    assert await shared.nothing_more()
+    assert not len(shared.stream.state.in_flight)
+
+
+async def test_plans_wait_for_a_change_of_the_topic_before_acknowledgements_that_were_asked_for_later(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one")
+    shared = await open_by_key(one, [consumer(1, ALL)], policy=sticky())
+    assert await shared.plan(9, [1], [7]) == [1]
+    gate, ending = one.topic("t").gate, asyncio.Event()
+    changing = one.call(gate.change(ending.wait))
+    await one.until(lambda: not gate.is_open)
+    plans = [asyncio.ensure_future(shared.plan(9, entries, [7] * len(entries))) for entries in ([2, 3], [1])]
+    await asyncio.sleep(0)
+    acknowledged = shared.acknowledge(planned(9, [1]))
+    ending.set()
+    await changing
+    assert [await plan for plan in plans] == [[1, 1], [0]]
+    assert await acknowledged == 0
+    assert await shared.nothing_more()
+    assert len(shared.stream.state.in_flight) == 2
 
 
 # ---- negative acknowledgements
