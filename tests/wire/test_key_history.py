@@ -95,6 +95,35 @@ def test_a_nacked_row_comes_before_its_delay_is_over_or_without_a_count(history:
     assert len(history.breaches) == 2
 
 
+def is_nacked_and_planned_again(history: KeyHistory, row: Row) -> None:
+    row.deliver_at_ms = 0
+    receives(history, ONE, row)
+    history.nacking(ONE, row, delay_ms=0)
+    row.nack_answered = True
+    receives(history, ONE, row, count=1)
+    row.is_asked_for = True
+
+
+def test_what_was_acknowledged_while_a_plan_of_it_was_on_its_way_is_planned_anew(
+    history: KeyHistory, rows: list[Row]
+) -> None:
+    is_nacked_and_planned_again(history, rows[0])
+    history.acknowledging(ONE, rows[0])
+    rows[0].acknowledgement_answered = True
+    receives(history, ONE, rows[0])
+    history.lets_go(ONE, rows[0])
+    receives(history, OTHER, rows[0])
+    assert history.breaches == []
+
+
+def test_what_is_not_acknowledged_comes_by_its_row_though_it_is_planned_again(
+    history: KeyHistory, rows: list[Row]
+) -> None:
+    is_nacked_and_planned_again(history, rows[0])
+    receives(history, ONE, rows[0])
+    assert len(history.breaches) == 1
+
+
 def test_a_row_comes_early_or_with_another_time(history: KeyHistory, rows: list[Row]) -> None:
     assert history.came(1, ONE, rows[0].position, rows[0].deliver_at_ms + 1, 0) is None
     rows[0].deliver_at_ms = now_ms() + 10_000

@@ -3,10 +3,11 @@
 Owns: the rows, who has which hash under which epoch, and the rules. Does not own: the traffic (`key_traffic`).
 
 Rules. A row comes with the time it was added with, and not before; not before its delay is over when it was nacked; not
-again after its acknowledgement was answered, and with a count after its negative one was. Under one epoch a hash is
-unacknowledged at one consumer only. Of each key the rows that were added in time come for the first time in their
-order, and so do those that were planned; in that order they are acknowledged for the first time, because the later ones
-wait for one that is nacked.
+again after its acknowledgement was answered, and with a count after its negative one was. Of what is acknowledged
+nothing is known any more: a plan that is read afterwards, because it was on its way while another stream acknowledged
+what it names, brings that anew, with a count of 0. Under one epoch a hash is unacknowledged at one consumer only. Of
+each key the rows that were added in time come for the first time in their order, and so do those that were planned; in
+that order they are acknowledged for the first time, because the later ones wait for one that is nacked.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Consumer = tuple[str, int]
 @dataclasses.dataclass(eq=False, slots=True)
 class Row:
     """`deliver_at_ms`: 0 of a planned one. `number`: its place among those of its key that are of its kind.
-    `is_asked_for`: a plan that names it has not brought it yet.
+    `is_asked_for`: a plan that names it may be read after an acknowledgement that was sent later, on another stream.
+    `is_planned_anew`: it was, and nothing was known any more of what had become of it before.
     """
 
     position: Position
@@ -36,6 +38,7 @@ class Row:
     is_to_be_nacked: bool
     in_time: bool = False
     is_asked_for: bool = False
+    is_planned_anew: bool = False
     came: bool = False
     is_acknowledged: bool = False
     acknowledgement_answered: bool = False
@@ -97,11 +100,12 @@ class KeyHistory:
         self.epoch = epoch
         if at_ms < deliver_at_ms or (count and (row.again_not_before_ms is None or at_ms < row.again_not_before_ms)):
             self.breach(f"{what}: early: {row}")
-        if row.acknowledgement_answered and not row.is_asked_for:
-            # A plan may have been on its way while another stream acknowledged what it names.
+        if not count:
+            row.is_planned_anew |= row.is_asked_for and row.is_acknowledged
+            row.is_asked_for = False
+        if row.acknowledgement_answered and not row.is_planned_anew:
             self.breach(f"{what}: it is acknowledged: {row}")
-        row.is_asked_for = False
-        if row.nack_answered and not count:
+        if row.nack_answered and not count and not row.is_planned_anew:
             self.breach(f"{what}: it is negatively acknowledged: {row}")
         if not row.came and self._is_behind(self._came, row):
             self.breach(f"{what}: later ones of its key came before: {row}")

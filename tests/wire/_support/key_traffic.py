@@ -323,6 +323,9 @@ class Dispatcher:
             # It is said once more of what is there already.
             if number and row.position not in held:
                 self._came(planned.epoch, row.position, 0, number, 0)
+            elif not row.is_acknowledged:
+                # It was read before every acknowledgement that is still to be sent.
+                row.is_asked_for = False
 
     def _queue(self, number: int) -> _Queue:
         return self._queues.get(number, _Queue((self.name, number), permits=1))
@@ -425,6 +428,9 @@ class Dispatcher:
             return
         for row in rows:
             self._history.acknowledging(queue.consumer, row)
+            if self._planned:
+                # The plan is on the same stream, before this.
+                row.is_asked_for = False
         request_id = next(self._requests)
         self._acknowledging[request_id] = queue, list(rows)
         acknowledge = dispatch_pb2.Acknowledge(
