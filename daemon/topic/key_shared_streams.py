@@ -558,8 +558,8 @@ class SharingRounds:
     def plan(self, stream: KeySharedStream, request_id: int, positions: Rows) -> asyncio.Future[None]:
         """Plan who receives positions, in their order. The future ends when the answer is out.
 
-        All are HELD while rows may not be delivered. Raises InvalidArgument, QuotaExceeded, and Unavailable if nothing
-        may be sent now.
+        While rows may not be delivered, a position that no consumer holds is HELD. Raises InvalidArgument,
+        QuotaExceeded, and Unavailable if nothing may be sent now.
         """
         topic, state = self._topic, self._state
         if not topic.may_send:

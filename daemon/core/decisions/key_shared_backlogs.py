@@ -121,7 +121,7 @@ class KeySharedBacklogs:
         return held
 
     def plan(
-        self, state: SubscriptionState, stream: int, positions: Rows, *, may_hand_out: bool = True, elapsed_ms: int
+        self, state: SubscriptionState, stream: int, positions: Rows, *, may_hand_out: bool, elapsed_ms: int
     ) -> U32:
         """Return the consumer of a stream that receives each undelayed position now, 0 if it is HELD.
 

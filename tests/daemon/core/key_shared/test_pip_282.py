@@ -326,7 +326,9 @@ def test_positions_without_a_key_are_one_key(order: KeyOrder) -> None:
     first = pair.join(stream, "first", permits=2)
     pair.join(stream, "second", permits=MANY)
     positions = Rows(np.zeros(4, np.uint64), np.ones(4, np.uint64), np.arange(4, dtype=np.uint64), None)
-    answers = pair.topic.core.key_sharing.plan(pair.topic.state, stream, positions, elapsed_ms=0).tolist()
+    answers = pair.topic.core.key_sharing.plan(
+        pair.topic.state, stream, positions, may_hand_out=True, elapsed_ms=0
+    ).tolist()
     assert answers in ([first, first, 0, 0], [answers[0]] * 4)
     for at, answer in zip(entries(1, 0, 3), answers, strict=True):
         pair.oracle.plan(stream, at, 0, answer)

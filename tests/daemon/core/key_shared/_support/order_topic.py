@@ -120,7 +120,7 @@ class OrderedTopic(JournaledTopic):
     def plan(self, stream: int, positions: Sequence[tuple[Position, int]]) -> list[int]:
         """Who receives each (position, key_hash) now, 0: HELD."""
         answers: list[int] = self.core.key_sharing.plan(
-            self.state, stream, _ordinary(positions), elapsed_ms=self.elapsed_ms
+            self.state, stream, _ordinary(positions), may_hand_out=True, elapsed_ms=self.elapsed_ms
         ).tolist()
         return answers
 
