@@ -196,13 +196,14 @@ class ShardSlots:
             raise self._ended
 
     async def _over(self, slot: asyncio.Future[int]) -> None:
-        """Wait for a slot on behalf of a caller that has nothing in it. Raises what ended the shard, if that did."""
+        """Wait for a slot on behalf of a caller that has nothing in it.
+
+        Raises what ended the shard, if that did, and Unavailable if the slot takes long.
+        """
         try:
             await asyncio.shield(slot)
-        except OutcomeUnknown:
-            if self._ended is not None:
-                raise self._ended from None
-            raise
+        except OutcomeUnknown as unknown:
+            raise self._ended or Unavailable(str(unknown)) from None
 
     @property
     def _last(self) -> _Slot | None:

@@ -254,6 +254,8 @@ async def test_a_slot_that_does_not_land_stalls_every_shard_and_whoever_waits_is
     await settle()
     other = machine.two.staging.stage(add_of(1))
     patient = machine.two.staging.stage_together([add_of(2)])
+    bystander = asyncio.ensure_future(machine.one.staging.confirmed())
+    await settle()
     await machine.clock.advance(STALL_ANSWER_S + 1)
     for shard in (machine.one, machine.two):
         with pytest.raises(Unavailable, match="has not answered for 11 s"):
@@ -261,6 +263,8 @@ async def test_a_slot_that_does_not_land_stalls_every_shard_and_whoever_waits_is
         shard.staging.answer_stalled()
     assert [type(each.exception()) for each in (first, other)] == [OutcomeUnknown] * 2
     assert not patient.done()
+    with pytest.raises(Unavailable, match="has not answered for 11 s"):
+        await bystander
     await machine.log.let_land()
     machine.one.staging.check_accepting()
     await machine.clock.advance(LINGER_S)
