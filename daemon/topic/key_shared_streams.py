@@ -36,7 +36,8 @@ from storage_backends.formats.row_columns import U32, U64, Rows
 
 # Rows with which a stream is full until some are taken, and the most rows of one message
 ROWS_MAX = 10_000
-NO_POSITIONS = HeldPositions(*(np.empty(0, np.uint64) for _ in range(3)))
+NO_NUMBERS: U64 = np.empty(0, np.uint64)
+NO_POSITIONS = HeldPositions(NO_NUMBERS, NO_NUMBERS, NO_NUMBERS)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
