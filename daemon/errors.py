@@ -104,12 +104,14 @@ class OutcomeUnknown(TarryError):
 class Corruption(TarryError):
     """Damaged stored data; the message names object and offset.
 
-    `of_topic` is whether it is data of the requested topic, which cannot be served until it is repaired.
+    `of_topic` is whether it is data of the requested topic, which cannot be served until it is repaired. With
+    `wrote_nothing` it ended a commit that had written nothing.
     """
 
-    def __init__(self, message: str, *, of_topic: bool = False) -> None:
+    def __init__(self, message: str, *, of_topic: bool = False, wrote_nothing: bool = False) -> None:
         super().__init__(message)
         self.of_topic = of_topic
+        self.wrote_nothing = wrote_nothing
 
 
 class InvariantViolated(TarryError):

@@ -118,6 +118,10 @@ class Refused(Exception):
         self.tip = tip
 
 
+class DamagedBefore(Damaged):
+    """The error of a commit that found damage before it tried to write a manifest: it never lands."""
+
+
 class CommitOutcomeUnknown(Exception):
     """The error of a commit that may have landed, or may land later. The same operation may be committed again."""
 
@@ -293,8 +297,8 @@ def commit(
 
     `writer` and `created_ms` are for people who read the manifest. `warm` is a tip that was read before; with
     `just_read` it was read for this commit, and nothing is read again before the first try. `deadline_s` limits how
-    long a failing store is retried (seconds). Raises Refused, Damaged, CommitOutcomeUnknown if the manifest may have
-    been written, and the store's error if it certainly was not.
+    long a failing store is retried (seconds). Raises Refused, Damaged or CommitOutcomeUnknown if the manifest may have
+    been written, and DamagedBefore or the store's error if it certainly was not.
     """
     return _Commit(log, operation, writer, created_ms, deadline_s).run(warm, just_read=just_read)
 
@@ -331,6 +335,14 @@ class _Commit(Generic[M]):
         self._conflicts = 0
 
     def run(self, warm: Tip[M] | None, *, just_read: bool) -> Tip[M]:
+        try:
+            return self._observed(warm, just_read=just_read)
+        except Damaged as error:
+            if self._first_tried is None:
+                raise DamagedBefore(error.key, error.reason) from error
+            raise
+
+    def _observed(self, warm: Tip[M] | None, *, just_read: bool) -> Tip[M]:
         observer = self._log.observer
         if observer is None:
             return self._commit(warm, just_read=just_read)

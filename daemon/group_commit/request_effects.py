@@ -11,7 +11,7 @@ import contextlib
 import types
 from collections.abc import Callable, Iterator
 
-from daemon.errors import InvariantViolated, OutcomeUnknown, TarryError
+from daemon.errors import Corruption, InvariantViolated, OutcomeUnknown, TarryError
 from storage_backends import commit
 
 
@@ -32,7 +32,7 @@ class RequestEffects:
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
-        """Begin with the commit inside, unless that is refused: then it has not landed, and never will.
+        """Begin with the commit inside, unless that is refused, or finds damage before it writes: it never lands then.
 
         It may land later even if this was cancelled.
         """
@@ -40,8 +40,9 @@ class RequestEffects:
             yield
         except commit.Refused:
             raise
-        except BaseException:
-            self.begin()
+        except BaseException as error:
+            if not (isinstance(error, Corruption) and error.wrote_nothing):
+                self.begin()
             raise
         self.begin()
 

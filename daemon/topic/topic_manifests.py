@@ -216,13 +216,23 @@ async def commit_until_certain(
     warm: commit.Tip[TopicManifest] | None,
     run: backoff.Run | None = None,
 ) -> commit.Tip[TopicManifest]:
-    """Repeat the operation until it is committed or refused. It is never applied twice."""
+    """Repeat the operation until it is committed or refused. It is never applied twice.
+
+    Raises commit.Refused, and Corruption if the tip is damaged.
+    """
+    uncertain = False
 
     def once() -> commit.Tip[TopicManifest]:
+        nonlocal uncertain
         try:
             return commit_once(environment, manifests, operation, warm=warm)
+        except commit.CommitOutcomeUnknown:
+            uncertain = True
+            raise
         except Damaged as error:
-            raise Corruption(f"manifest {error}") from error
+            raise Corruption(
+                f"manifest {error}", wrote_nothing=isinstance(error, commit.DamagedBefore) and not uncertain
+            ) from error
 
     return await backoff.until_answered(
         lambda: (run or environment.run)(once),

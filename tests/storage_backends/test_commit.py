@@ -335,8 +335,16 @@ def test_a_broken_chain_is_damage() -> None:
         inner.put(key(290), encode(dataclasses.replace(altered, words=())))
 
     store = lost_put_then(inner, others_commit_and_one_is_altered, fault=Fault.FAIL_AFTER)
-    with pytest.raises(Damaged, match=f"{key(291)}: it follows a manifest with SHA-256"):
+    with pytest.raises(Damaged, match=f"{key(291)}: it follows a manifest with SHA-256") as damaged:
         put(log_of(store), Append("a"))
+    assert not isinstance(damaged.value, commit.DamagedBefore), "it may be committed"
+
+
+def test_damage_that_is_found_before_anything_is_written_is_told_apart() -> None:
+    inner = filled(1)
+    inner.put(key(2), b"not a manifest")
+    with pytest.raises(commit.DamagedBefore, match=key(2)):
+        put(log_of(inner), Append("a"))
 
 
 # ---- threads

@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
-from daemon.errors import NotOwner, OutcomeUnknown, QuotaExceeded, TarryError, Unavailable
+from daemon.errors import Corruption, NotOwner, OutcomeUnknown, QuotaExceeded, TarryError, Unavailable
 from daemon.group_commit.shard_slots import ShardSlots
 from daemon.ledger_deletion import shard_deletions
+from daemon.topic import topic_manifests
+from storage_backends import commit
+from storage_backends.formats import names
+from tests._support.bad_text import put_bad_successor
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_places import JOURNAL
 from tests.daemon._support.calling import (
@@ -134,6 +138,29 @@ async def test_a_subscription_that_may_be_committed_is_not_refused(machines: Eng
     with pytest.raises(OutcomeUnknown, match="the test takes it away"):
         await created
     held.release()
+
+
+async def test_a_subscription_whose_commit_finds_damage_before_it_writes_is_refused(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    await create(one, "s")
+    put_bad_successor(machines.store, names.topic_manifest_prefix(0, names.topic_id("t")), "t")
+    with pytest.raises(Corruption, match="topic is not UTF-8"):
+        await create(one, "another")
+
+
+async def test_a_subscription_whose_commit_may_have_landed_before_it_finds_damage_is_not_refused(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await machines.served_by("one")
+    await create(one, "s")
+    ends = iter([commit.CommitOutcomeUnknown("no answer"), commit.DamagedBefore("a manifest", "it is damaged")])
+
+    def commit_once(*_: object, **__: object) -> None:
+        raise next(ends)
+
+    monkeypatch.setattr(topic_manifests, "commit_once", commit_once)
+    with pytest.raises(OutcomeUnknown, match="it is damaged"):
+        await create(one, "another")
 
 
 async def test_a_lease_that_was_extended_is_not_refused_since_it_cannot_be_confirmed(machines: EngineFixture) -> None:
