@@ -89,6 +89,17 @@ def test_a_planned_position_for_which_there_was_no_room_in_flight_goes_when_ther
     assert topic.positions() == planned[3:]
 
 
+def test_while_nothing_may_be_handed_out_a_plan_names_who_holds_a_position_and_the_others_wait() -> None:
+    topic = SharedTopic(permits=10)
+    one, _ = topic.numbers
+    (key,) = topic.keys_of(one)
+    planned = [(2, entry) for entry in range(3)]
+    assert topic.plan(topic.stream, [(planned[0], key)]) == [one]
+    assert topic.plan(topic.stream, [(at, key) for at in planned], may_hand_out=False) == [one, 0, 0]
+    topic.acknowledge(topic.state, [(at, 0) for at in planned[:2]])
+    assert topic.positions() == planned[2:]
+
+
 def test_a_nack_of_a_planned_position_that_has_a_row_by_now_ends_its_plan_and_makes_no_second_row() -> None:
     topic = SharedTopic(permits=10)
     one, _ = topic.numbers

@@ -117,10 +117,10 @@ class OrderedTopic(JournaledTopic):
         )
         assert outcome.accepted == len(rows)
 
-    def plan(self, stream: int, positions: Sequence[tuple[Position, int]]) -> list[int]:
+    def plan(self, stream: int, positions: Sequence[tuple[Position, int]], *, may_hand_out: bool = True) -> list[int]:
         """Who receives each (position, key_hash) now, 0: HELD."""
         answers: list[int] = self.core.key_sharing.plan(
-            self.state, stream, _ordinary(positions), may_hand_out=True, elapsed_ms=self.elapsed_ms
+            self.state, stream, _ordinary(positions), may_hand_out=may_hand_out, elapsed_ms=self.elapsed_ms
         ).tolist()
         return answers
 
