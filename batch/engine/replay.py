@@ -149,10 +149,11 @@ class Decisions:
         self.subscriptions: tuple[Subscription, ...] = tuple(
             sorted(tip.subscriptions, key=lambda each: (each.created_slot, each.subscription_id))
         )
-        self._created = [each.created_slot for each in self.subscriptions]
-        self._ids = {each.subscription_id for each in self.subscriptions}
+        # By id, in the order of `subscriptions`
+        self._created_slots = {each.subscription_id: each.created_slot for each in self.subscriptions}
+        self._created = list(self._created_slots.values())
         self._indexes: dict[int, IndexEvents] = {}
-        self.dead_letters = {number: DeadLetterEvents() for number in self._ids}
+        self.dead_letters = {number: DeadLetterEvents() for number in self._created_slots}
         self._at = STORED_BITS_AT
 
     @property
@@ -162,10 +163,10 @@ class Decisions:
 
     def has_index(self, index_id: int) -> bool:
         """Return whether any subscription is owed its rows, which is not so if its own subscription was deleted."""
-        return index_id == index_ids.SHARED or index_ids.subscription_of(index_id) in self._ids
+        return index_id == index_ids.SHARED or index_ids.subscription_of(index_id) in self._created_slots
 
     def is_subscription(self, subscription_id: int) -> bool:
-        return subscription_id in self._ids
+        return subscription_id in self._created_slots
 
     def of(self, index_id: int) -> IndexEvents:
         return self._indexes.setdefault(index_id, IndexEvents(index_id))
@@ -192,24 +193,24 @@ class Decisions:
             case DeadLetterRecord():
                 if record.leaves_backlog:
                     self._acknowledged(record, slot)
-                if record.subscription_id in self._ids:
+                if record.subscription_id in self._created_slots:
                     self.dead_letters[record.subscription_id].came(_dead_letters_of(record))
-            case WaiveRecord() if record.subscription_id in self._ids:
+            case WaiveRecord() if self._created_slots.get(record.subscription_id, slot) < slot:
                 positions = positions_of(record.positions)
                 waived = Settled(self._at, self._entitled(slot), record.subscription_id, *positions, None)
                 self._decided(index_ids.SHARED).settled.append(waived)
-            case NackRecord() if record.subscription_id in self._ids:
+            case NackRecord() if record.subscription_id in self._created_slots:
                 if record.added:
                     self._added(record.index_id, record.rows)
                 events = self._decided(record.index_id)
                 events.nacked.append(Nacked(self._at + 2, record.subscription_id, record.rows, record.redeliver_at_ms))
-            case ReplayRecord() if record.subscription_id in self._ids:
+            case ReplayRecord() if record.subscription_id in self._created_slots:
                 self._added(record.index_id, record.rows)
                 self.dead_letters[record.subscription_id].left(record.dead_letter_id)
-            case PurgeRecord() if record.subscription_id in self._ids:
+            case PurgeRecord() if record.subscription_id in self._created_slots:
                 self.dead_letters[record.subscription_id].left(record.dead_letter_id)
             case WaiveRecord() | NackRecord() | ReplayRecord() | PurgeRecord():
-                # The subscription was removed.
+                # The subscription was removed, or its creation was never committed.
                 pass
             case _:
                 assert_never(record)

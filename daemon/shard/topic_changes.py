@@ -308,18 +308,19 @@ class TopicChanges:
             created_slot=self._shard.applied_slot,
             policy=policy,
         )
-        topic.core.begin_subscription(stored)
-        await self._set_subscriptions(topic, lambda before: (*before, stored), properties_object, effects)
-        state = topic.core.add_subscription()
-        state.properties = properties
-        # All are staged before the first await: a repeated request finds the subscription, and waits for them.
+        coming = topic.core.begin_subscription(stored)
+        # Before the manifest names it, so that no crash leaves it without them; if that is never committed, they are
+        # decisions on nobody.
         waived = [
             self._shard.slots.stage_together(records, effects=effects)
-            for records in topic.core.passed_before(state).slots()
+            for records in topic.core.passed_before(coming).slots()
         ]
         for slot in waived:
             # Shielded, since other callers of the slot wait for it, too.
             await asyncio.shield(slot)
+        await self._set_subscriptions(topic, lambda before: (*before, stored), properties_object, effects)
+        state = topic.core.add_subscription()
+        state.properties = properties
         return SubscriptionCreated(stored.subscription_id, stored.since_ms, created=True)
 
     async def update_subscription(

@@ -88,7 +88,7 @@ class TopicTruth:
     what it held, nobody can tell which of them a trim removed; `trimmed`: whether there was one. `left`: how the latest
     row of a position left before it was due, if it did. `sharing_changed`: whether the policy has ever said otherwise
     than before if subscriptions share an index. `withdrawn`: how often rows of an entry left otherwise than by an
-    acknowledgement.
+    acknowledgement. `waived`: what is kept, since a slot, from subscriptions that are not in the manifest yet.
     """
 
     name: str = ""
@@ -111,6 +111,7 @@ class TopicTruth:
     sharing_changed: bool = False
     redeliveries: Redeliveries = dataclasses.field(default_factory=Redeliveries)
     withdrawn: collections.Counter[Position] = dataclasses.field(default_factory=collections.Counter)
+    waived: list[tuple[int, slot_format.WaiveRecord]] = dataclasses.field(default_factory=list)
 
     @property
     def shared_index(self) -> bool:
@@ -269,6 +270,9 @@ class Oracle:
             row.acknowledged = {
                 number: slot for number, slot in row.acknowledged.items() if number in topic.subscriptions
             }
+        waived, topic.waived = topic.waived, []
+        for slot, record in waived:
+            self._waive(topic, slot, record)
 
     def _live_buckets(self, topic: TopicTruth, landed: manifest.TopicManifest) -> None:
         """What a quarantined bucket held is missing from now on."""
@@ -469,7 +473,13 @@ class Oracle:
         return None in trimmed or owed <= trimmed
 
     def _waive(self, topic: TopicTruth, slot: int, record: slot_format.WaiveRecord) -> None:
-        stored = topic.subscriptions[record.subscription_id]
+        stored = topic.subscriptions.get(record.subscription_id)
+        if stored is None:
+            topic.waived.append((slot, record))
+            return
+        if stored.created_slot >= slot:
+            # It was meant for another one, which was never in the manifest.
+            return
         asked = [
             each.positions
             for each in self.removals.values()

@@ -320,15 +320,20 @@ class TopicState:
                 if self._has_index(record.subscription_id):
                     index = self.indexes.of(record.subscription_id)
                     self.withdrawals.rescheduled(index, record.rows, elapsed_ms=elapsed_ms)
-            case WaiveRecord() if record.subscription_id in self.subscriptions:
+            case WaiveRecord() if self._was_created_before(slot, record.subscription_id):
                 with self.index.named(record.positions) as keys:
                     waived = entitlement.waive(self.index, keys, record.subscription_id)
                     self.subscriptions[record.subscription_id].drop(keys, backlog_rows=len(waived))
             case NackRecord() | ReplayRecord() | PurgeRecord() | WaiveRecord():
-                # The subscription was removed.
+                # The subscription was removed, or its creation is not committed yet or never was.
                 pass
             case _:
                 assert_never(record)
+
+    def _was_created_before(self, slot: int, subscription_id: int) -> bool:
+        """Return whether a subscription exists and is not a later one with the id of one that was never committed."""
+        state = self.subscriptions.get(subscription_id)
+        return state is not None and state.stored.created_slot < slot
 
     def _has_index(self, index_id: int) -> bool:
         return index_id == SHARED or subscription_of(index_id) in self.subscriptions
@@ -434,11 +439,11 @@ class TopicState:
         """
         return now_ms if self.subscriptions else 0
 
-    def begin_subscription(self, stored: Subscription) -> None:
-        """Start counting passed rows for a subscription that is about to be in the topic's manifest.
+    def begin_subscription(self, stored: Subscription) -> SubscriptionState:
+        """Start counting passed rows for a subscription that is about to be in the topic's manifest; return it.
 
-        Rows passed before are owed to the first subscription only. No other decision is applied before
-        `add_subscription`.
+        Rows passed before are owed to the first subscription only. No decision is applied before `add_subscription`
+        but that of `passed_before`.
         """
         state = self._new_state(stored)
         if self.subscriptions:
@@ -446,6 +451,7 @@ class TopicState:
         else:
             state.backlog = sum(bucket.passed_rows for bucket in self.index.buckets)
         self._coming = state
+        return state
 
     def add_subscription(self) -> SubscriptionState:
         """Serve the subscription that was begun and is now in the topic's manifest."""
@@ -457,7 +463,7 @@ class TopicState:
         return state
 
     def passed_before(self, state: SubscriptionState) -> Departure:
-        """Return the claims of a subscription that was just added to rows passed before, with later times.
+        """Return the claims of a subscription that was begun to rows passed before, with later times.
 
         They were passed while the clock was ahead. Until the departure is durable only memory knows them.
         """

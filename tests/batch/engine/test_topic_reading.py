@@ -137,6 +137,17 @@ def test_an_acknowledgement_does_not_wait_for_a_subscription_that_was_created_la
     assert state.applied_slot == 3
 
 
+def test_what_is_kept_from_a_subscription_is_not_kept_from_a_later_one_with_its_id(store: WatchedStore) -> None:
+    topic = subscribed(store, subscription(S), subscription(OTHER, created_slot=2))
+    shard = Shard(topic)
+    shard.add(1, 0, 1)
+    for entry in (0, 1):
+        bitmaps = position_bitmaps(*rows_columns(1, entry))
+        shard.write(slot_format.WaiveRecord(topic.topic_id, 1, OTHER, bitmaps))
+    state = state_of(store)
+    assert (owed(store, state, S), owed(store, state, OTHER)) == ([0, 1], [0])
+
+
 def test_a_row_that_was_added_again_is_owed_to_everybody(store: WatchedStore) -> None:
     topic = subscribed(store, subscription(S), subscription(OTHER))
     topic.seal([topic.write(rows(1, 0, 1, 2))])

@@ -207,6 +207,26 @@ async def test_what_a_clock_that_was_ahead_has_passed_is_kept_from_a_new_subscri
     assert two.topic("t").core.indexes.present_rows == 0
 
 
+@pytest.mark.parametrize("at", [JOURNAL, "/topics/"], ids=["log", "manifest"])
+async def test_a_subscription_whose_creation_ends_with_a_crash_is_there_with_all_it_is_kept_from_or_is_not_there(
+    machines: EngineFixture, at: str
+) -> None:
+    one = await machines.served_by("one")
+    await delivered_while_the_clock_was_ahead(one)
+    held = one.pause("put_if_absent", at)
+    _ = create(one, "second")
+    await held.reached()
+    one.kill()
+    two = await machines.served_by("one")
+    assert [each.subscription for each in (await stats(two)).subscriptions] == ["first"]
+    # Here the rows were not passed: a later subscription of the same number is owed them, now and after a crash.
+    await create(two, "another")
+    two.kill()
+    three = await machines.served_by("one")
+    another = await three.receiver("t", "another")
+    await another.received(10, timeout_s=2 * HOUR_MS / 1_000)
+
+
 async def test_a_subscription_whose_creation_is_repeated_is_kept_from_the_same_rows(machines: EngineFixture) -> None:
     """The first caller leaves before what it is kept from is durable."""
     one = await machines.served_by("one")

@@ -240,14 +240,13 @@ class JournaledTopic:
             created_slot=ShardSlot(self.slot),
             policy=policy,
         )
-        self.core.begin_subscription(stored)
-        meanwhile()
-        self._set_subscriptions((*self.tip.subscriptions, stored), number)
-        state = self.core.add_subscription()
-        for records in self.core.passed_before(state).slots():
+        coming = self.core.begin_subscription(stored)
+        for records in self.core.passed_before(coming).slots():
             self.commit_together(records)
         self.commit()
-        return state
+        meanwhile()
+        self._set_subscriptions((*self.tip.subscriptions, stored), number)
+        return self.core.add_subscription()
 
     def pass_due(self, limit: int) -> int:
         passed = self.core.pass_due(self.now_ms, limit)
