@@ -321,6 +321,9 @@ class Oracle:
 
     def _record(self, topic: TopicTruth, header: slot_format.SlotHeader, record: slot_format.Record) -> None:
         slot = header.slot
+        if isinstance(record, slot_format.WaiveRecord):
+            self._waive(topic, slot, record)
+            return
         index = record.subscription_id
         if index and index_ids.subscription_of(index) not in topic.subscriptions:
             # The subscription was removed.
@@ -342,8 +345,6 @@ class Oracle:
             for ledger_id, entry_id, deliver_at_ms in zip(*named, strict=True):
                 position = in_index((ledger_id, entry_id), record.index_id)
                 self.acknowledged(topic, slot, index, position, deliver_at_ms)
-        elif isinstance(record, slot_format.WaiveRecord):
-            self._waive(topic, slot, record)
         elif isinstance(record, slot_format.GoneRecord):
             self._gone(topic, header, record)
         else:
