@@ -213,6 +213,13 @@ def test_a_file_of_the_daemon_that_cannot_be_read_is_told(tmp_path: Path) -> Non
         relay_settings.client_of(daemon)
 
 
+@pytest.mark.parametrize("address", ["https://tarry.example", "a:0", "a:1,,b:2"])
+def test_an_address_that_is_none_is_told_by_the_name_of_its_setting(tmp_path: Path, address: str) -> None:
+    daemon = load(tmp_path, f'{GOOD}daemon.address = "{address}"\n').daemon
+    with pytest.raises(relay_settings.SettingsError, match=r"^daemon\.address is "):
+        relay_settings.client_of(daemon)
+
+
 def test_half_a_certificate_is_told(tmp_path: Path) -> None:
     daemon = load(tmp_path, f'{GOOD}daemon.tls.cert_file = "a.pem"\n').daemon
     with pytest.raises(relay_settings.SettingsError, match="daemon: cert_file is given without key_file"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import math
 import time
 from typing import Any
@@ -954,3 +955,17 @@ async def test_what_had_gone_before_and_is_handed_back_late_stops_no_reading() -
 
     metrics = await relayed(broker, daemon, is_looked_at, retention_every_s=0.05)
     assert metrics.health.body()[0] is True
+
+
+async def test_loops_that_fail_together_are_all_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(why: str) -> None:
+        raise ValueError(why)
+
+    tasks = running._Tasks()
+    caplog.set_level(logging.INFO)
+    tasks.start(tasks.last, [fail("first"), fail("second")])
+    with pytest.raises(ValueError, match="first"):
+        await tasks.until(asyncio.Event().wait())
+    await port.end(tasks.all())
+    told = [each.error for each in caplog.records if each.message == "a loop has failed"]  # type: ignore[attr-defined]
+    assert told == ["ValueError: first", "ValueError: second"]

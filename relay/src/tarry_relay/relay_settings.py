@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 
 import tarry
 import tarry.aio
+from tarry import credentials
 from tarry_relay import toml_lines
 
 Name = Annotated[str, Meta(min_length=1)]
@@ -313,10 +314,14 @@ def levels_ms(source: Source) -> list[int]:
 
 
 def client_of(daemon: Daemon) -> tarry.aio.Client:
-    """Return a client of the daemon. Raises SettingsError if a file cannot be read or is invalid."""
+    """Return a client of the daemon. Raises SettingsError if a file cannot be read, or it or the address is invalid."""
+    try:
+        addresses = credentials.addresses_of(daemon.address, name="daemon.address")
+    except tarry.InvalidArgument as error:
+        raise SettingsError(error.message) from error
     try:
         tls = None if daemon.tls is None else tarry.Tls(**msgspec.structs.asdict(daemon.tls))
-        return tarry.aio.Client(daemon.address, timeout_s=daemon.timeout_s, tls=tls, token_file=daemon.token_file)
+        return tarry.aio.Client(addresses, timeout_s=daemon.timeout_s, tls=tls, token_file=daemon.token_file)
     except tarry.InvalidArgument as error:
         raise SettingsError(f"daemon: {error.message}") from error
 

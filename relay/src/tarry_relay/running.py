@@ -740,6 +740,11 @@ class Relay:
                     await self._queue.news()
 
 
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.info("a loop has failed", extra={"error": f"{type(error).__name__}: {error}"})
+
+
 class _Tasks:
     """The loops of a session, in three groups: intake, work, and the end of messages."""
 
@@ -749,15 +754,22 @@ class _Tasks:
         self.last: list[asyncio.Task[None]] = []
 
     def start(self, group: list[asyncio.Task[None]], loops: Iterable[Coroutine[Any, Any, None]]) -> None:
-        group += [asyncio.create_task(each) for each in loops]
+        group += [self._begun(each) for each in loops]
 
     def restart(self, group: list[asyncio.Task[None]], loops: Iterable[Coroutine[Any, Any, None]]) -> None:
         """Restart the loops of a group that have ended; `loops` are all of the group, in order."""
         for index, each in enumerate(loops):
             if group[index].done():
-                group[index] = asyncio.create_task(each)
+                group[index] = self._begun(each)
             else:
                 each.close()
+
+    @staticmethod
+    def _begun(loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(loop)
+        # Of loops that fail together only the first is raised.
+        task.add_done_callback(_tell_failure)
+        return task
 
     def all(self) -> list[asyncio.Task[None]]:
         return [*self.intake, *self.work, *self.last]
