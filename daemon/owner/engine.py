@@ -115,7 +115,7 @@ class Engine:
             environment.store,
             daemon_id=environment.config.daemon_id,
             address=environment.config.daemon.address or "",
-            shards=lambda: tuple(sorted(self._shards)),
+            epochs=lambda: {number: shard.epoch for number, shard in self._shards.items()},
             log_state=lambda: self._candidate.log_state,
             instance=environment.new_id(),
             run=environment.pools.journal.run,
@@ -400,6 +400,7 @@ class Engine:
             deletions_changed=self._deletion_workers.look_at,
         )
         self._shards[shard.number] = shard
+        self._heart.changed()
         self._environment.metrics.set_epoch(shard.number, shard.epoch)
         shard.serve()
         return shard
@@ -420,6 +421,7 @@ class Engine:
         shard = self._shards.pop(number, None)
         if shard is None:
             return
+        self._heart.changed()
         lost = ShardLost(number, error)
         log.error("shard %d is lost: %s", number, error, exc_info=error if lost.kind == "failed" else None)
         self._close(shard, lost.answer())
