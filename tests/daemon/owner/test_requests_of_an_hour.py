@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from daemon.owner.standby import LISTING_S
 from daemon.runtime.environment import TAIL_REQUESTS_MAX
+from storage_backends.formats import names
 from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
 from tests._support.fault_store import Call, Fault
 from tests._support.request_prices import dollars_a_month
@@ -45,9 +46,20 @@ async def test_an_idle_root_costs_five_dollars_a_month(machines: EngineFixture) 
     one = await machines.served_by("one", *SETTINGS)
     await asyncio.sleep(60.0)
     with counted([one]) as requests:
-        await asyncio.sleep(3_600.0)
-    assert requests["PUT"] == 1_200, "a heartbeat each 3 s is nearly all of the price"
-    assert dollars_a_month(requests) <= 5.0
+        await asyncio.sleep(1_200.0)
+    assert requests["PUT"] == 400, "a heartbeat each 3 s is nearly all of the price"
+    assert dollars_a_month({kind: 3 * count for kind, count in requests.items()}) <= 5.0
+
+
+async def test_a_daemon_that_is_often_started_does_not_list_its_shards_more_often(machines: EngineFixture) -> None:
+    shards = {names.shard_prefix(shard) for shard in range(16)}
+    listings = 0
+    for _ in range(4):
+        one = await machines.served_by("one", *SETTINGS)
+        await asyncio.sleep(600.0)
+        listings += sum(call.operation == "list" and call.key in shards for call in one.store.calls)
+        one.kill()
+    assert 0 < listings <= 8, "each of 16 shards in six hours, which is 1.8 times in forty minutes"
 
 
 async def test_a_root_with_a_standby_costs_twelve_dollars_a_month(machines: EngineFixture) -> None:
