@@ -30,7 +30,7 @@ from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_deletion.deletion_workers import DeletionWorkers
 from daemon.owner.candidate import Candidate, ClaimedShards
 from daemon.owner.garbage_collection import Collection
-from daemon.owner.heartbeat import Heartbeat, HeartbeatLoop, read_heartbeat
+from daemon.owner.heartbeat import Heartbeat, HeartbeatLoop, OwnedShard, read_heartbeat
 from daemon.owner.merge_watch import MergeWatch
 from daemon.owner.requests import Requests
 from daemon.owner.standby import Claimable, Wait
@@ -115,7 +115,9 @@ class Engine:
             environment.store,
             daemon_id=environment.config.daemon_id,
             address=environment.config.daemon.address or "",
-            epochs=lambda: {number: shard.epoch for number, shard in self._shards.items()},
+            owned=lambda: {
+                number: OwnedShard(shard.epoch, shard.tip.newest.number) for number, shard in self._shards.items()
+            },
             log_state=lambda: self._candidate.log_state,
             instance=environment.new_id(),
             run=environment.pools.journal.run,

@@ -28,10 +28,11 @@ MISSES_MAX = 3
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """A daemon's report on itself.
 
-    `address` is the host:port of its gRPC service, `shards` are those that it owns, and `epochs` has their epochs in
-    the same order; older versions write none. `instance` is unique for each start of the process; `sequence` grows by
-    one at each beat. `log_id` is the log that it writes, or wrote last, empty before the first; `last_slot` is a slot
-    that this log certainly has. With `log_ended` it no longer writes that log.
+    `address` is the host:port of its gRPC service, `shards` are those that it owns. In the same order, `epochs` has
+    their epochs and `manifests` the numbers of their newest manifests that it knows; older versions write neither.
+    `instance` is unique for each start of the process; `sequence` grows by one at each beat. `log_id` is the log that
+    it writes, or wrote last, empty before the first; `last_slot` is a slot that this log certainly has. With
+    `log_ended` it no longer writes that log.
     """
 
     daemon_id: str
@@ -40,6 +41,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     instance: str
     sequence: int
     epochs: tuple[int, ...] = ()
+    manifests: tuple[int, ...] = ()
     log_id: str = ""
     last_slot: int = 0
     log_ended: bool = False
@@ -49,16 +51,27 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         """The shards that it owns by this heartbeat, each with its claim. An older version's heartbeat has none."""
         if self.log_ended:
             return
-        for shard, epoch in zip(self.shards, self.epochs, strict=False):
-            yield shard, Claim(epoch, self.daemon_id, self.log_id)
+        for shard, epoch, manifest in zip(self.shards, self.epochs, self.manifests, strict=False):
+            yield shard, Claim(epoch, self.daemon_id, self.log_id, manifest)
 
 
 class Claim(NamedTuple):
-    """A daemon's claim of one shard. Of two claims of a shard the greater is the newer one."""
+    """A daemon's claim of one shard; `manifest` is the number of its newest manifest that the daemon knows.
+
+    Of two claims of a shard the greater is the newer one.
+    """
 
     epoch: int
     daemon_id: str
     log_id: str
+    manifest: int
+
+
+class OwnedShard(NamedTuple):
+    """A daemon's report on a shard that it owns; fields as in `Claim`."""
+
+    epoch: int
+    manifest: int
 
 
 class LogState(NamedTuple):
@@ -105,7 +118,7 @@ def last_told(heartbeats: Iterable[Heartbeat], log_id: str) -> int:
 class HeartbeatLoop:
     """The loop that writes the heartbeats of one process.
 
-    It reports `epochs`, those of the shards that it owns, and `log_state` at each beat.
+    It reports the shards that it owns, `owned`, and `log_state` at each beat.
     """
 
     def __init__(
@@ -114,7 +127,7 @@ class HeartbeatLoop:
         *,
         daemon_id: str,
         address: str,
-        epochs: Callable[[], Mapping[int, int]],
+        owned: Callable[[], Mapping[int, OwnedShard]],
         log_state: Callable[[], LogState],
         instance: str,
         run: Run,
@@ -124,7 +137,7 @@ class HeartbeatLoop:
         self._store = store
         self._daemon_id = daemon_id
         self._address = address
-        self._epochs = epochs
+        self._owned = owned
         self._log_state = log_state
         self._instance = instance
         self._run = run
@@ -157,12 +170,13 @@ class HeartbeatLoop:
         A failed one is not repeated, since the next is due soon; only the first failure is logged.
         """
         self._sequence += 1
-        epochs = sorted(self._epochs().items())
+        owned = sorted(self._owned().items())
         heartbeat = Heartbeat(
             daemon_id=self._daemon_id,
             address=self._address,
-            shards=tuple(shard for shard, _ in epochs),
-            epochs=tuple(epoch for _, epoch in epochs),
+            shards=tuple(shard for shard, _ in owned),
+            epochs=tuple(each.epoch for _, each in owned),
+            manifests=tuple(each.manifest for _, each in owned),
             instance=self._instance,
             sequence=self._sequence,
             **self._log_state()._asdict(),

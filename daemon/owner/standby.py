@@ -158,12 +158,6 @@ def recorded_owner(manifest: ShardManifest) -> RecordedOwner:
     return RecordedOwner(manifest.owner, manifest.address, "" if owned is None else owned.log_id)
 
 
-def _claim_of(tip: commit.Tip[ShardManifest]) -> heartbeat.Claim:
-    """Return the claim that a heartbeat of the shard's owner shows while this tip is the newest."""
-    recorded = recorded_owner(tip.manifest)
-    return heartbeat.Claim(tip.manifest.epoch, recorded.owner, recorded.log_id)
-
-
 class Standby:
     """The observations of one daemon. `shard_logs` has one for each shard of the root.
 
@@ -334,14 +328,29 @@ class Standby:
             return error
 
     def _claimed(self, shards: Iterable[int]) -> list[int]:
-        """Return those shards that a living daemon claims as their known tips say: these need not be read again."""
+        """Return those shards that a living daemon claims as their known tips say: these need not be read again.
+
+        Leaves out shards whose tips were read long ago: a takeover would have to list the manifests behind them.
+        """
         newest: dict[int, heartbeat.Claim] = {}
         for watch in self._watches.values():
             if watch.last_seen is not None and not watch.suspected:
                 for number, claim in watch.last_seen.claims:
                     newest[number] = max(claim, newest.get(number, claim))
-        known = {number: tip for number in shards if (tip := self._tips[number]) and number not in self._damaged}
-        return [number for number, tip in known.items() if newest.get(number) == _claim_of(tip)]
+        now_s = self._clock()
+
+        def is_claimed(number: int) -> bool:
+            tip, claim = self._tips[number], newest.get(number)
+            if tip is None or claim is None or number in self._damaged:
+                return False
+            recorded = recorded_owner(tip.manifest)
+            return (
+                (claim.epoch, claim.daemon_id, claim.log_id) == (tip.manifest.epoch, recorded.owner, recorded.log_id)
+                and claim.manifest <= tip.number
+                and now_s - tip.read_at < commit.WARM_MAX_S / 2
+            )
+
+        return [number for number in shards if is_claimed(number)]
 
     def _observe_heartbeats(self) -> None:
         """Read the heartbeats of recorded owners and of daemons that may live, at times those of all daemons."""

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from daemon.owner import heartbeat
+from daemon.owner.heartbeat import OwnedShard
 from storage_backends import memory_store, object_store
 from storage_backends.formats import names
 from tests._support.virtual_clock import VirtualClock, settle
@@ -29,6 +30,7 @@ def beat_of(sequence: int, instance: str = "first") -> heartbeat.Heartbeat:
         address="127.0.0.1:7461",
         shards=(0, 1),
         epochs=(5, 7),
+        manifests=(11, 12),
         instance=instance,
         sequence=sequence,
     )
@@ -48,13 +50,13 @@ def heart_of(
     clock: VirtualClock,
     log_state: Callable[[], heartbeat.LogState] = heartbeat.LogState,
     *,
-    epochs: Mapping[int, int] = MappingProxyType({0: 5, 1: 7}),
+    owned: Mapping[int, OwnedShard] = MappingProxyType({0: OwnedShard(5, 11), 1: OwnedShard(7, 12)}),
 ) -> heartbeat.HeartbeatLoop:
     return heartbeat.HeartbeatLoop(
         store,
         daemon_id="north",
         address="127.0.0.1:7461",
-        epochs=lambda: epochs,
+        owned=lambda: owned,
         log_state=log_state,
         instance="first",
         run=run,
@@ -93,27 +95,29 @@ async def test_a_beat_is_written_at_once_and_every_three_seconds() -> None:
 
 async def test_a_change_is_written_at_once_and_the_next_beat_follows_three_seconds_later() -> None:
     store, clock = memory_store.MemoryStore(), VirtualClock()
-    epochs = {0: 5, 1: 7}
-    heart = heart_of(store, clock, epochs=epochs)
+    owned = {0: OwnedShard(5, 11), 1: OwnedShard(7, 12)}
+    heart = heart_of(store, clock, owned=owned)
     beating = asyncio.create_task(heart.beats())
     await clock.advance(1.0)
-    epochs[1] = 8
+    owned[1] = OwnedShard(8, 13)
     heart.changed()
     await settle()
-    assert heartbeat.read_heartbeat(store, "north") == msgspec.structs.replace(beat_of(2), epochs=(5, 8))
-    del epochs[0]
+    changed = msgspec.structs.replace(beat_of(2), epochs=(5, 8), manifests=(11, 13))
+    assert heartbeat.read_heartbeat(store, "north") == changed
+    del owned[0]
     await clock.advance(2.9)
-    assert heartbeat.read_heartbeat(store, "north") == msgspec.structs.replace(beat_of(2), epochs=(5, 8))
+    assert heartbeat.read_heartbeat(store, "north") == changed
     await clock.advance(0.1)
-    assert heartbeat.read_heartbeat(store, "north") == msgspec.structs.replace(beat_of(3), shards=(1,), epochs=(8,))
+    left = msgspec.structs.replace(beat_of(3), shards=(1,), epochs=(8,), manifests=(13,))
+    assert heartbeat.read_heartbeat(store, "north") == left
     await stop(beating)
 
 
 def test_a_heartbeat_claims_its_shards_unless_its_log_has_ended_or_an_older_version_has_written_it() -> None:
     beat = msgspec.structs.replace(beat_of(1), log_id="log")
-    assert dict(beat.claims) == {0: (5, "north", "log"), 1: (7, "north", "log")}
+    assert dict(beat.claims) == {0: (5, "north", "log", 11), 1: (7, "north", "log", 12)}
     assert not dict(msgspec.structs.replace(beat, log_ended=True).claims)
-    assert not dict(msgspec.structs.replace(beat, epochs=()).claims)
+    assert not dict(msgspec.structs.replace(beat, epochs=(), manifests=()).claims)
 
 
 async def test_an_outage_of_the_store_is_survived_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -43,13 +43,13 @@ class Shard:
         self.tip = None if owner is None else self.tip_of(owner)
 
     @staticmethod
-    def tip_of(owner: str, epoch: int = 1) -> Tip:
-        head = ManifestHead(number=1, previous_sha256=b"", commit_id="c", writer=owner, created_ms=0)
+    def tip_of(owner: str, epoch: int = 1, *, number: int = 1, read_at_s: float = 0.0) -> Tip:
+        head = ManifestHead(number=number, previous_sha256=b"", commit_id="c", writer=owner, created_ms=0)
         address = f"{owner}:7461" if owner else ""
         opened = LogRange(log_id=log_of(owner), epoch=epoch, after=1, through=None, first_slot=1, last_slot=None)
         ranges = (opened,) if owner else ()
         manifest = ShardManifest(head=head, shard=3, epoch=epoch, owner=owner, address=address, ranges=ranges)
-        return commit.Tip(number=1, manifest=manifest, sha256=b"", read_at=0.0)
+        return commit.Tip(number=number, manifest=manifest, sha256=b"", read_at=read_at_s)
 
     def read_tip(self, warm: Tip | None = None) -> Tip | None:
         self.reads += 1
@@ -124,7 +124,7 @@ class Fixture:
             self.store,
             daemon_id=daemon_id,
             address=f"{daemon_id}:7461",
-            epochs=lambda: self.owned_by(daemon_id),
+            owned=lambda: self.owned_by(daemon_id),
             log_state=log_state or (lambda: heartbeat.LogState(log_of(daemon_id), 1)),
             instance=instance,
             run=run,
@@ -132,10 +132,13 @@ class Fixture:
         )
         self.beating[daemon_id] = asyncio.create_task(heart.beats())
 
-    def owned_by(self, daemon_id: str) -> dict[int, int]:
-        """Its shards, and their epochs."""
-        tips = {number: shard.tip.manifest for number, shard in enumerate(self.shards) if shard.tip is not None}
-        return {number: manifest.epoch for number, manifest in tips.items() if manifest.owner == daemon_id}
+    def owned_by(self, daemon_id: str) -> dict[int, heartbeat.OwnedShard]:
+        """Its shards, by what is recorded."""
+        return {
+            number: heartbeat.OwnedShard(shard.tip.manifest.epoch, shard.tip.number)
+            for number, shard in enumerate(self.shards)
+            if shard.tip is not None and shard.tip.manifest.owner == daemon_id
+        }
 
     def reads(self) -> list[int]:
         """How often the manifests of the shards were read since this was asked last."""
@@ -307,6 +310,33 @@ async def test_a_manifest_is_read_when_a_heartbeat_says_that_it_changed(south: F
     await south.clock.advance(30.0)
     assert south.reads() == [0, 1], "the epoch of shard 1 alone has changed"
     assert south.standby.tip(1) is south.shards[1].tip
+    waiting.cancel()
+
+
+async def test_a_manifest_that_its_owner_has_followed_by_another_is_read_again_so_that_a_takeover_knows_it(
+    south: Fixture,
+) -> None:
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(30.0)
+    south.reads()
+    south.shards[0].tip = Shard.tip_of("north", number=9)
+    await south.clock.advance(30.0)
+    assert south.reads() == [1, 0]
+    waiting.cancel()
+
+
+async def test_a_manifest_is_read_again_before_its_successor_could_be_found_by_a_listing_only(south: Fixture) -> None:
+    south.beat("north")
+    south.shards[0].tip = Shard.tip_of("north", read_at_s=south.clock.now_s - commit.WARM_MAX_S / 2 + 30.0)
+    south.shards[1].tip = Shard.tip_of("north", read_at_s=south.clock.now_s)
+    waiting = south.stand_by()
+    await south.clock.advance(20.0)
+    assert south.reads() == [1, 1]
+    await south.clock.advance(20.0)
+    first, second = south.reads()
+    assert first >= 1
+    assert second == 0
     waiting.cancel()
 
 
