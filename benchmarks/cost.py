@@ -2,7 +2,6 @@
 
     python -m benchmarks cost                            among the other measurements
     python -m benchmarks.cost --seconds 180 --cases alone --daemon ../before
-    python -m benchmarks.cost --endpoint http://127.0.0.1:7070 --bucket tarry      at a server that runs already
 
 The store is a real S3 server on loopback; the daemons reach it by a proxy, which counts their requests. The probe of
 the store at the start does not count. Under a load every row must be received and acknowledged. With a standby the
@@ -57,21 +56,12 @@ CASES: Mapping[str, Case] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Server:
-    """An S3 server that runs already, and a bucket there that is empty."""
-
-    endpoint_url: str
-    bucket: str
-
-
-@dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sizes: each case is counted for `seconds`, after `settling_s`. Without a `server` moto is started."""
+    """The sizes: each case is counted for `seconds`, after `settling_s`."""
 
     seconds: int
     settling_s: float
     cases: Sequence[str] = tuple(CASES)
-    server: Server | None = None
     checkout: Path = processes.REPOSITORY
 
 
@@ -100,10 +90,11 @@ def _price_of(case: str) -> str:
 def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan, name: str) -> Mapping[str, float]:
     case = CASES[name]
     with bench.folder() as folder, contextlib.ExitStack() as stack:
-        settings = _store(stack, plan, folder, name)
-        store = failing_store.FailingStore(str(settings["store.s3.bucket"]), bench.seed)
-        proxy = stack.enter_context(lost_answer_proxy.lost_answer_proxy(str(settings["store.s3.endpoint_url"]), store))
-        given = {**SETTINGS, **settings, "store.s3.endpoint_url": proxy.endpoint_url, **bench.settings}
+        server = stack.enter_context(processes.S3ServerProcess("s3", folder))
+        server.start(START_S)
+        store = failing_store.FailingStore(server.BUCKET, bench.seed)
+        proxy = stack.enter_context(lost_answer_proxy.lost_answer_proxy(f"http://127.0.0.1:{server.port}", store))
+        given = {**SETTINGS, **server.settings(), "store.s3.endpoint_url": proxy.endpoint_url, **bench.settings}
         owner, standby = (
             stack.enter_context(processes.DaemonProcess(each, folder, given, checkout=plan.checkout))
             for each in ("owner", "standby")
@@ -127,21 +118,6 @@ def _turn(bench: workbench.Workbench, rounds: workbench.Rounds, plan: Plan, name
             standby.wait_for_health(serving=True, timeout_s=PATIENCE_S)
             figures[f"{name}: SIGKILL to serving; s"] = time.monotonic() - killed_s
         return figures
-
-
-def _store(stack: contextlib.ExitStack, plan: Plan, folder: Path, name: str) -> dict[str, object]:
-    """Return the settings of an empty store."""
-    if plan.server is None:
-        moto = stack.enter_context(processes.S3ServerProcess("s3", folder))
-        moto.start(START_S)
-        return moto.settings()
-    return {
-        "store.kind": "s3",
-        "store.s3.bucket": plan.server.bucket,
-        "store.s3.endpoint_url": plan.server.endpoint_url,
-        "store.s3.addressing": "path",
-        "store.s3.prefix": f"{folder.name}/{list(CASES).index(name)}",
-    }
 
 
 def _counted(requests: Sequence[failing_store.Request], from_s: float, until_s: float, name: str) -> dict[str, float]:
@@ -199,17 +175,14 @@ async def _load(address: str, plan: Plan, case: Case, rounds: workbench.Rounds, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure for another time, at another server, or the daemon of another checkout."""
+    """Measure other cases, for another time, or the daemon of another checkout."""
     parser = alone.parser(NAME, __doc__, store=alone.LOCAL)
     add = parser.add_argument
     add("--seconds", type=int, default=120, help="counted for each case; default: %(default)s")
     add("--settling", type=float, default=20.0, help="seconds before that; default: %(default)s")
     add("--cases", nargs="+", choices=tuple(CASES), default=tuple(CASES), help="default: all")
-    add("--endpoint", help="URL of an S3 server that runs already; its credentials are those of moto's; default: moto")
-    add("--bucket", default=processes.S3ServerProcess.BUCKET, help="an empty bucket there; default: %(default)s")
     options = parser.parse_args(arguments)
-    server = None if options.endpoint is None else Server(options.endpoint, options.bucket)
-    plan = Plan(options.seconds, options.settling, options.cases, server, options.daemon.resolve())
+    plan = Plan(options.seconds, options.settling, options.cases, options.daemon.resolve())
     return alone.run(options, functools.partial(measure, plan=plan), batch_rows=1, in_flight=1, seed=1)
 
 
