@@ -30,7 +30,7 @@ from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_deletion.deletion_workers import DeletionWorkers
 from daemon.owner.candidate import Candidate, ClaimedShards
 from daemon.owner.garbage_collection import Collection
-from daemon.owner.heartbeat import Heartbeat, HeartbeatLoop, OwnedShard, read_heartbeat
+from daemon.owner.heartbeat import Heartbeat, HeartbeatLoop, ReportedShard, read_heartbeat
 from daemon.owner.merge_watch import MergeWatch
 from daemon.owner.requests import Requests
 from daemon.owner.standby import Claimable, Wait
@@ -116,7 +116,7 @@ class Engine:
             daemon_id=environment.config.daemon_id,
             address=environment.config.daemon.address or "",
             owned=lambda: {
-                number: OwnedShard(shard.epoch, shard.tip.newest.number) for number, shard in self._shards.items()
+                number: ReportedShard(shard.epoch, shard.tip.newest.number) for number, shard in self._shards.items()
             },
             log_state=lambda: self._candidate.log_state,
             instance=environment.new_id(),

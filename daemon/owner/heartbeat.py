@@ -67,7 +67,7 @@ class Claim(NamedTuple):
     manifest: int
 
 
-class OwnedShard(NamedTuple):
+class ReportedShard(NamedTuple):
     """A daemon's report on a shard that it owns; fields as in `Claim`."""
 
     epoch: int
@@ -127,7 +127,7 @@ class HeartbeatLoop:
         *,
         daemon_id: str,
         address: str,
-        owned: Callable[[], Mapping[int, OwnedShard]],
+        owned: Callable[[], Mapping[int, ReportedShard]],
         log_state: Callable[[], LogState],
         instance: str,
         run: Run,

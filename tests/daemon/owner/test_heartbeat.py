@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from daemon.owner import heartbeat
-from daemon.owner.heartbeat import OwnedShard
+from daemon.owner.heartbeat import ReportedShard
 from storage_backends import memory_store, object_store
 from storage_backends.formats import names
 from tests._support.virtual_clock import VirtualClock, settle
@@ -50,7 +50,7 @@ def heart_of(
     clock: VirtualClock,
     log_state: Callable[[], heartbeat.LogState] = heartbeat.LogState,
     *,
-    owned: Mapping[int, OwnedShard] = MappingProxyType({0: OwnedShard(5, 11), 1: OwnedShard(7, 12)}),
+    owned: Mapping[int, ReportedShard] = MappingProxyType({0: ReportedShard(5, 11), 1: ReportedShard(7, 12)}),
 ) -> heartbeat.HeartbeatLoop:
     return heartbeat.HeartbeatLoop(
         store,
@@ -95,11 +95,11 @@ async def test_a_beat_is_written_at_once_and_every_three_seconds() -> None:
 
 async def test_a_change_is_written_at_once_and_the_next_beat_follows_three_seconds_later() -> None:
     store, clock = memory_store.MemoryStore(), VirtualClock()
-    owned = {0: OwnedShard(5, 11), 1: OwnedShard(7, 12)}
+    owned = {0: ReportedShard(5, 11), 1: ReportedShard(7, 12)}
     heart = heart_of(store, clock, owned=owned)
     beating = asyncio.create_task(heart.beats())
     await clock.advance(1.0)
-    owned[1] = OwnedShard(8, 13)
+    owned[1] = ReportedShard(8, 13)
     heart.changed()
     await settle()
     changed = msgspec.structs.replace(beat_of(2), epochs=(5, 8), manifests=(11, 13))

@@ -132,10 +132,10 @@ class Fixture:
         )
         self.beating[daemon_id] = asyncio.create_task(heart.beats())
 
-    def owned_by(self, daemon_id: str) -> dict[int, heartbeat.OwnedShard]:
+    def owned_by(self, daemon_id: str) -> dict[int, heartbeat.ReportedShard]:
         """Its shards, by what is recorded."""
         return {
-            number: heartbeat.OwnedShard(shard.tip.manifest.epoch, shard.tip.number)
+            number: heartbeat.ReportedShard(shard.tip.manifest.epoch, shard.tip.number)
             for number, shard in enumerate(self.shards)
             if shard.tip is not None and shard.tip.manifest.owner == daemon_id
         }
