@@ -17,6 +17,7 @@ from rich.console import Console
 from benchmarks import (
     add,
     compaction,
+    cost,
     drain,
     gaps,
     lateness,
@@ -53,6 +54,7 @@ MEASUREMENTS: dict[str, Callable[[workbench.Workbench], report.Result]] = {
         restart,
         takeover,
         gaps,
+        cost,
         service,
         topics,
         selectors,

@@ -1,7 +1,7 @@
 """Runs one measurement alone: with sizes of its own, another store, or the daemon of another checkout.
 
-It defines the options that all such commands share, and shows the figures on the terminal and in a file. `service`,
-`topics` and `takeover` add options of their own.
+It defines the options that all such commands share, and shows the figures on the terminal and in a file. `cost`,
+`service`, `topics` and `takeover` add options of their own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Draws the fate of each request to a store that sometimes fails, and lists the requests.
 
-`takeover` alone uses this module, which knows nothing of daemons. The proxy that carries out the faults is
+`takeover` and `cost` use this module, which knows nothing of daemons. The proxy that carries out the faults is
 `tests._support.lost_answer_proxy`.
 """
 

@@ -189,6 +189,21 @@ class TopicLabels:
         return topic if topic in self._own else OTHER_TOPICS
 
 
+class StoreRequests(Collector):
+    """The counter of requests to the store, by kind. `sent` returns those of this process so far."""
+
+    def __init__(self, sent: Callable[[], Mapping[str, int]]) -> None:
+        self._sent = sent
+
+    def collect(self) -> Iterable[metrics_core.Metric]:
+        family = metrics_core.CounterMetricFamily(
+            "tarry_store_requests", "Requests sent to the object store, repeated ones included.", labels=("kind",)
+        )
+        for kind, requests in self._sent().items():
+            family.add_metric((kind,), requests)
+        yield family
+
+
 class TopicGauges(Collector):
     """The gauges of topics.
 
@@ -757,6 +772,10 @@ class Metrics:
 
     def set_store_clock_skew(self, seconds: float) -> None:
         self._store_clock_skew.set(seconds)
+
+    def collect_store_requests_from(self, sent: Callable[[], Mapping[str, int]]) -> None:
+        """Export the requests to the store by kind; `sent` is called at each scrape, in the scrape's thread."""
+        self.registry.register(StoreRequests(sent))
 
     def collect_store_probe_from(self, has_passed: Callable[[], bool]) -> None:
         """Ask `has_passed` at each scrape."""

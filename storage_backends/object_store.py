@@ -219,6 +219,14 @@ class ObjectStore(ABC):
         """
         return None
 
+    @property
+    def requests_sent(self) -> Mapping[str, int]:
+        """The requests that were sent to a server, repeated ones included, by kind; empty if the store is on none.
+
+        The kinds are those of S3's price list: GET, HEAD, LIST, PUT and DELETE. May be read in any thread.
+        """
+        return {}
+
     @abstractmethod
     def close(self) -> None:
         """Close connections, files and locks; no operation may follow. May be repeated."""

@@ -20,6 +20,7 @@ import random
 import threading
 import time
 import urllib.parse
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ from storage_backends.object_store import (
 )
 
 if TYPE_CHECKING:
+    from botocore.awsrequest import AWSPreparedRequest
     from mypy_boto3_s3.client import S3Client
     from mypy_boto3_s3.type_defs import ListObjectsV2RequestTypeDef
 
@@ -208,8 +210,11 @@ class S3Store(ObjectStore):
         self._at_the_line = threading.local()
         self._conditional.meta.events.register("before-send.s3", self._wait_at_the_line)
         self._clock: Final = _ClockReader(wall_clock)
+        self._counting: Final = threading.Lock()
+        self._sent: Final = Counter(dict.fromkeys(("GET", "HEAD", "LIST", "PUT", "DELETE"), 0))
         for client in (self._conditional, self._data):
             self._clock.read_answers_of(client)
+            client.meta.events.register("before-send.s3", self._count)
 
     @property
     def bucket(self) -> Bucket:
@@ -219,6 +224,17 @@ class S3Store(ObjectStore):
 
     def clock_skew_s(self) -> float | None:
         return self._clock.read.skew_s()
+
+    @property
+    def requests_sent(self) -> Mapping[str, int]:
+        with self._counting:
+            return dict(self._sent)
+
+    def _count(self, *, event_name: str, request: AWSPreparedRequest, **_: object) -> None:
+        # A listing is a GET with a price of its own.
+        kind = "LIST" if event_name.endswith(".ListObjectsV2") else request.method
+        with self._counting:
+            self._sent[kind] += 1
 
     def put(self, key: str, body: bytes, *, metadata: Mapping[str, str] = NO_METADATA) -> None:
         check_key(key)

@@ -30,7 +30,7 @@ from daemon.ledger_deletion.deletion_requests import DeletionRequests
 from daemon.ledger_deletion.deletion_workers import DeletionWorkers
 from daemon.owner.candidate import Candidate, ClaimedShards
 from daemon.owner.garbage_collection import Collection
-from daemon.owner.heartbeat import Heartbeat, HeartbeatLoop, read_heartbeat
+from daemon.owner.heartbeat import Heartbeat, HeartbeatLoop, ReportedShard, read_heartbeat
 from daemon.owner.merge_watch import MergeWatch
 from daemon.owner.requests import Requests
 from daemon.owner.standby import Claimable, Wait
@@ -115,7 +115,9 @@ class Engine:
             environment.store,
             daemon_id=environment.config.daemon_id,
             address=environment.config.daemon.address or "",
-            shards=lambda: tuple(sorted(self._shards)),
+            owned=lambda: {
+                number: ReportedShard(shard.epoch, shard.tip.newest.number) for number, shard in self._shards.items()
+            },
             log_state=lambda: self._candidate.log_state,
             instance=environment.new_id(),
             run=environment.pools.journal.run,
@@ -400,6 +402,7 @@ class Engine:
             deletions_changed=self._deletion_workers.look_at,
         )
         self._shards[shard.number] = shard
+        self._heart.changed()
         self._environment.metrics.set_epoch(shard.number, shard.epoch)
         shard.serve()
         return shard
@@ -420,6 +423,7 @@ class Engine:
         shard = self._shards.pop(number, None)
         if shard is None:
             return
+        self._heart.changed()
         lost = ShardLost(number, error)
         log.error("shard %d is lost: %s", number, error, exc_info=error if lost.kind == "failed" else None)
         self._close(shard, lost.answer())

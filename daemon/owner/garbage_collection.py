@@ -148,10 +148,10 @@ LAST_DELAY_S = 21_600.0
 class _Shard:
     """One ownership of a shard, and the state for its next passes. Times are monotonic (seconds)."""
 
-    def __init__(self, shard: ServedShard, now_s: float, first_s: float) -> None:
+    def __init__(self, shard: ServedShard, now_s: float, *, first_s: float, first_listing_s: float) -> None:
         self.shard = shard
         self.next_s = first_s
-        self.next_listing_s = first_s
+        self.next_listing_s = first_listing_s
         self.worked_s = now_s
         self.failures = 0
         self.waiting = NOTHING
@@ -246,9 +246,15 @@ class Collection:
             del self._known[number]
         for number, shard in served.items():
             if number not in self._known:
-                # Jitter, so that a newly started daemon does not run the passes of all its shards together
-                first_s = now_s + self._environment.config.collection.interval_s * self._environment.jitter()
-                self._known[number] = _Shard(shard, now_s, first_s)
+                # Jitter, so that a newly started daemon does not run the passes of all its shards together. Listings
+                # cost money: with it, daemons that are often started make no more of them.
+                settings, jitter = self._environment.config.collection, self._environment.jitter()
+                self._known[number] = _Shard(
+                    shard,
+                    now_s,
+                    first_s=now_s + settings.interval_s * jitter,
+                    first_listing_s=now_s + settings.orphan_interval_s * jitter,
+                )
 
     async def _pass_when_due(self, known: _Shard) -> None:
         settings, now_s = self._environment.config.collection, self._environment.clock.elapsed_s()

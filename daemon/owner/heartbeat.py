@@ -6,9 +6,10 @@ suspicion costs churn, never data: safety is the epoch and the fence. `standby` 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -27,9 +28,11 @@ MISSES_MAX = 3
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """A daemon's report on itself.
 
-    `address` is the host:port of its gRPC service, `shards` are those that it owns. `instance` is unique for each start
-    of the process; `sequence` grows by one at each beat. `log_id` is the log that it writes, or wrote last, empty
-    before the first; `last_slot` is a slot that this log certainly has. With `log_ended` it no longer writes that log.
+    `address` is the host:port of its gRPC service, `shards` are those that it owns. In the same order, `epochs` has
+    their epochs and `manifests` the numbers of their newest manifests that it knows; older versions write neither.
+    `instance` is unique for each start of the process; `sequence` grows by one at each beat. `log_id` is the log that
+    it writes, or wrote last, empty before the first; `last_slot` is a slot that this log certainly has. With
+    `log_ended` it no longer writes that log.
     """
 
     daemon_id: str
@@ -37,9 +40,38 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[int, ...]
     instance: str
     sequence: int
+    epochs: tuple[int, ...] = ()
+    manifests: tuple[int, ...] = ()
     log_id: str = ""
     last_slot: int = 0
     log_ended: bool = False
+
+    @property
+    def claims(self) -> Iterator[tuple[int, Claim]]:
+        """The shards that it owns by this heartbeat, each with its claim. An older version's heartbeat has none."""
+        if self.log_ended:
+            return
+        for shard, epoch, manifest in zip(self.shards, self.epochs, self.manifests, strict=False):
+            yield shard, Claim(epoch, self.daemon_id, self.log_id, manifest)
+
+
+class Claim(NamedTuple):
+    """A daemon's claim of one shard; `manifest` is the number of its newest manifest that the daemon knows.
+
+    Of two claims of a shard the greater is the newer one.
+    """
+
+    epoch: int
+    daemon_id: str
+    log_id: str
+    manifest: int
+
+
+class ReportedShard(NamedTuple):
+    """A daemon's report on a shard that it owns; fields as in `Claim`."""
+
+    epoch: int
+    manifest: int
 
 
 class LogState(NamedTuple):
@@ -84,7 +116,10 @@ def last_told(heartbeats: Iterable[Heartbeat], log_id: str) -> int:
 
 
 class HeartbeatLoop:
-    """The loop that writes the heartbeats of one process. It reports `shards` and `log_state` at each beat."""
+    """The loop that writes the heartbeats of one process.
+
+    It reports the shards that it owns, `owned`, and `log_state` at each beat.
+    """
 
     def __init__(
         self,
@@ -92,7 +127,7 @@ class HeartbeatLoop:
         *,
         daemon_id: str,
         address: str,
-        shards: Callable[[], tuple[int, ...]],
+        owned: Callable[[], Mapping[int, ReportedShard]],
         log_state: Callable[[], LogState],
         instance: str,
         run: Run,
@@ -102,20 +137,32 @@ class HeartbeatLoop:
         self._store = store
         self._daemon_id = daemon_id
         self._address = address
-        self._shards = shards
+        self._owned = owned
         self._log_state = log_state
         self._instance = instance
         self._run = run
         self._sleep = sleep
         self._interval_s = interval_s
         self._sequence = 0
+        self._changed = asyncio.Event()
         self._failing = False
 
     async def beats(self) -> None:
-        """Beat at once and then every `interval_s` seconds, until it is cancelled."""
+        """Beat at once, then every `interval_s` seconds and after each change, until it is cancelled."""
         while True:
+            self._changed.clear()
             await self.beat()
-            await self._sleep(self._interval_s)
+            interval = asyncio.ensure_future(self._sleep(self._interval_s))
+            changed = asyncio.ensure_future(self._changed.wait())
+            try:
+                await asyncio.wait((interval, changed), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                interval.cancel()
+                changed.cancel()
+
+    def changed(self) -> None:
+        """Report the owned shards soon, since they have changed."""
+        self._changed.set()
 
     async def beat(self) -> None:
         """Write one heartbeat.
@@ -123,10 +170,13 @@ class HeartbeatLoop:
         A failed one is not repeated, since the next is due soon; only the first failure is logged.
         """
         self._sequence += 1
+        owned = sorted(self._owned().items())
         heartbeat = Heartbeat(
             daemon_id=self._daemon_id,
             address=self._address,
-            shards=self._shards(),
+            shards=tuple(shard for shard, _ in owned),
+            epochs=tuple(each.epoch for _, each in owned),
+            manifests=tuple(each.manifest for _, each in owned),
             instance=self._instance,
             sequence=self._sequence,
             **self._log_state()._asdict(),

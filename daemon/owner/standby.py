@@ -3,9 +3,17 @@
 One daemon owns all shards of a root: it takes over when it may claim every one of them. If several may at once, the one
 that gets shard 0 continues with the others.
 
-`decide_candidacy` decides once for each former owner; `Standby` repeatedly reads what it decides on: the shards'
-manifests, heartbeats, ends of logs and local locks. `takeover` makes the claim. Safety does not depend on the decision:
-two candidates that both claim cost churn, never data.
+`decide_candidacy` decides once for each former owner; `Standby` repeatedly reads what it decides on: heartbeats, the
+shards' manifests, ends of logs and local locks. `takeover` makes the claim. Safety does not depend on the decision: two
+candidates that both claim cost churn, never data.
+
+Each read is a request, so a look asks for little while an owner lives:
+
+    heartbeats of owners and of living daemons   at each look
+    other heartbeats, found by a listing         every `LISTING_S`
+    a shard's manifest                           while no living daemon's heartbeat claims the shard as the known
+                                                 manifest says, and before the shard is called claimable
+    the end of a log                             while its daemon's heartbeat suggests an end
 """
 
 from __future__ import annotations
@@ -15,7 +23,7 @@ import dataclasses
 import enum
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from daemon.errors import Corruption
 from daemon.owner import heartbeat
@@ -25,6 +33,9 @@ from storage_backends import commit, local_directory, object_store
 from storage_backends.formats.manifest import ShardManifest
 
 log = logging.getLogger(__name__)
+
+# Time between two listings of heartbeats, which find daemons that have started (seconds)
+LISTING_S = 10.0
 
 
 class OwnerLock(enum.Enum):
@@ -187,6 +198,9 @@ class Standby:
         self._new_watch = new_watch
         self._damaged: dict[int, object_store.Damaged] = {}
         self._watches: dict[str, heartbeat.Watch] = {}
+        # Daemons whose heartbeats were read in this look
+        self._observed: set[str] = set()
+        self._listed_at_s: float | None = None
         # host:port of another daemon that owned a shard at the last look, empty if there was none
         self.owner_address = ""
 
@@ -223,86 +237,156 @@ class Standby:
         return await self._run(lambda: self._claimable(shards))
 
     def _claimable(self, shards: Sequence[int]) -> dict[int, Claimable | Wait]:
-        recorded: dict[int, RecordedOwner | None] = {}
-        found: dict[int, Claimable | Wait] = {}
         try:
-            for number in shards:
-                try:
-                    tip = self._tips[number] = self._shard_logs[number].read_tip(self._tips[number])
-                except object_store.Damaged as error:
-                    found[number] = Claimable(f"its manifest is damaged: {error}", frozenset())
-                    continue
-                except object_store.StoreError as error:
-                    found[number] = Wait(f"its manifest cannot be read: {error}")
-                    continue
-                manifest = None if tip is None else tip.manifest
-                recorded[number] = None if manifest is None else recorded_owner(manifest)
-            self._observe_heartbeats({each.owner for each in recorded.values() if each is not None})
+            self._observe_heartbeats()
+            claimed = self._claimed(shards)
+            found = self._decisions(shards, read=[number for number in shards if number not in claimed])
+            stale = [number for number in claimed if isinstance(found[number], Claimable)]
+            return found | self._decisions(stale, read=stale)
         except object_store.StoreError as error:
-            for watch in self._watches.values():
-                watch.store_failed(now_s=self._clock())
+            self._store_failed()
             return dict.fromkeys(shards, Wait(f"the store cannot be reached: {error}"))
-        others = {each.owner for each in recorded.values() if each is not None} - {"", self._daemon_id}
-        locks = {owner: self._lock(owner) for owner in others}
-        gone = frozenset(("", self._daemon_id, *(owner for owner, lock in locks.items() if lock is OwnerLock.FREE)))
+
+    def _decisions(self, shards: Sequence[int], *, read: Sequence[int]) -> dict[int, Claimable | Wait]:
+        """Decide on each of the shards, after reading the tips of some. Raises the store's errors of heartbeats."""
+        found: dict[int, Claimable | Wait] = {}
+        for number, error in self._read_tips(read).items():
+            if isinstance(error, object_store.Damaged):
+                found[number] = Claimable(f"its manifest is damaged: {error}", frozenset())
+            else:
+                found[number] = Wait(f"its manifest cannot be read: {error}")
+        recorded = {number: self._recorded(number) for number in shards if number not in found}
+        self._observe_new_owners(recorded.values())
+        locks = self._locks(recorded.values())
+        gone = self._gone(locks)
         for number, each in recorded.items():
-            lock = OwnerLock.UNKNOWN if each is None else locks.get(each.owner, OwnerLock.UNKNOWN)
-            decision = self._decide(each, lock)
+            decision = self._decide(each, locks)
             found[number] = decision if isinstance(decision, Wait) else Claimable(decision.reason, gone)
         return found
 
     def _look(self) -> Claimable | Wait:
+        shards = range(len(self._shard_logs))
         try:
-            recorded = self._recorded_owners()
-            self._observe_heartbeats({each.owner for each in recorded if each is not None})
+            self._observe_heartbeats()
+            claimed = self._claimed(shards)
+            decision = self._decision([number for number in shards if number not in claimed])
+            return self._decision(claimed) if isinstance(decision, Claimable) and claimed else decision
         except object_store.Damaged:
             raise
         except object_store.StoreError as error:
-            for watch in self._watches.values():
-                watch.store_failed(now_s=self._clock())
+            self._store_failed()
             return Wait(f"the store cannot be reached: {error}")
+
+    def _decision(self, read: Sequence[int]) -> Claimable | Wait:
+        """Decide on all shards together, after reading the tips of some.
+
+        Raises Damaged if no shard's manifest can be decoded, and the store's errors.
+        """
+        for number in read:
+            self._damaged.pop(number, None)
+        for number, error in self._read_tips(read).items():
+            if not isinstance(error, object_store.Damaged):
+                raise error
+            self._damaged[number] = error
+        if len(self._damaged) == len(self._shard_logs):
+            raise self._damaged[0]
+        readable = (number for number in range(len(self._shard_logs)) if number not in self._damaged)
+        recorded = list(dict.fromkeys(map(self._recorded, readable)))
+        self._observe_new_owners(recorded)
         others = [each for each in recorded if each is not None and each.owner not in ("", self._daemon_id)]
         self.owner_address = others[0].address if others else ""
-        locks = {each.owner: self._lock(each.owner) for each in others}
+        locks = self._locks(recorded)
         reasons = []
         for each in recorded:
-            lock = OwnerLock.UNKNOWN if each is None else locks.get(each.owner, OwnerLock.UNKNOWN)
-            decision = self._decide(each, lock)
+            decision = self._decide(each, locks)
             if isinstance(decision, Wait):
                 return decision
             reasons.append(decision.reason)
-        ended = (owner for owner, lock in locks.items() if lock is OwnerLock.FREE)
-        return Claimable(reasons[0], frozenset(("", self._daemon_id, *ended)))
+        return Claimable(reasons[0], self._gone(locks))
 
-    def _recorded_owners(self) -> list[RecordedOwner | None]:
-        """Return the distinct owners by the tips of all shards. Raises Damaged if none of them can be read."""
-        self._damaged = {}
-        for number, found in enumerate(self._parts.map(self._read_tip, range(len(self._shard_logs)))):
-            if isinstance(found, object_store.Damaged):
-                self._damaged[number] = found
+    # ---- what is read
+
+    def _recorded(self, number: int) -> RecordedOwner | None:
+        """Return the owner of a shard by its newest known tip, or None if it was never claimed."""
+        tip = self._tips[number]
+        return None if tip is None else recorded_owner(tip.manifest)
+
+    def _read_tips(self, shards: Sequence[int]) -> dict[int, object_store.StoreError]:
+        """Read the tips of these shards; return the errors of those that cannot be read."""
+        errors: dict[int, object_store.StoreError] = {}
+        for number, found in zip(shards, self._parts.map(self._read_tip, shards), strict=True):
+            if isinstance(found, object_store.StoreError):
+                errors[number] = found
             else:
                 self._tips[number] = found
-        if len(self._damaged) == len(self._shard_logs):
-            raise self._damaged[0]
-        recorded = (
-            None if tip is None else recorded_owner(tip.manifest)
-            for number, tip in enumerate(self._tips)
-            if number not in self._damaged
-        )
-        return list(dict.fromkeys(recorded))
+        return errors
 
-    def _read_tip(self, number: int) -> commit.Tip[ShardManifest] | object_store.Damaged | None:
+    def _read_tip(self, number: int) -> commit.Tip[ShardManifest] | object_store.StoreError | None:
         try:
             return self._shard_logs[number].read_tip(self._tips[number])
-        except object_store.Damaged as error:
+        except object_store.StoreError as error:
             return error
 
-    def _observe_heartbeats(self, owners: set[str]) -> None:
-        for daemon_id in sorted((owners | {*heartbeat.daemon_ids(self._store)}) - {"", self._daemon_id}):
+    def _claimed(self, shards: Iterable[int]) -> list[int]:
+        """Return those shards that a living daemon claims as their known tips say: these need not be read again.
+
+        Leaves out shards whose tips were read long ago: a takeover would have to list the manifests behind them.
+        """
+        newest: dict[int, heartbeat.Claim] = {}
+        for watch in self._watches.values():
+            if watch.last_seen is not None and not watch.suspected:
+                for number, claim in watch.last_seen.claims:
+                    newest[number] = max(claim, newest.get(number, claim))
+        now_s = self._clock()
+
+        def is_claimed(number: int) -> bool:
+            tip, claim = self._tips[number], newest.get(number)
+            if tip is None or claim is None or number in self._damaged:
+                return False
+            recorded = recorded_owner(tip.manifest)
+            return (
+                (claim.epoch, claim.daemon_id, claim.log_id) == (tip.manifest.epoch, recorded.owner, recorded.log_id)
+                and claim.manifest <= tip.number
+                and now_s - tip.read_at < commit.WARM_MAX_S / 2
+            )
+
+        return [number for number in shards if is_claimed(number)]
+
+    def _observe_heartbeats(self) -> None:
+        """Read the heartbeats of recorded owners and of daemons that may live, at times those of all daemons."""
+        owners = {tip.manifest.owner for tip in self._tips if tip is not None}
+        daemon_ids = owners | {daemon_id for daemon_id, watch in self._watches.items() if not watch.suspected}
+        now_s = self._clock()
+        if self._listed_at_s is None or now_s - self._listed_at_s >= LISTING_S:
+            daemon_ids.update(heartbeat.daemon_ids(self._store))
+            self._listed_at_s = now_s
+        self._observed.clear()
+        self._observe(daemon_ids)
+
+    def _observe_new_owners(self, recorded: Iterable[RecordedOwner | None]) -> None:
+        """Read the heartbeats of owners that this look has found: an older one says nothing about them."""
+        self._observe({each.owner for each in recorded if each is not None} - self._observed)
+
+    def _observe(self, daemon_ids: set[str]) -> None:
+        for daemon_id in sorted(daemon_ids - {"", self._daemon_id}):
             asked_at_s = self._clock()
             seen = heartbeat.read_heartbeat(self._store, daemon_id)
             watch = self._watches.setdefault(daemon_id, self._new_watch())
             watch.observe(seen, now_s=asked_at_s)
+            self._observed.add(daemon_id)
+
+    def _store_failed(self) -> None:
+        for watch in self._watches.values():
+            watch.store_failed(now_s=self._clock())
+
+    def _locks(self, recorded: Iterable[RecordedOwner | None]) -> dict[str, OwnerLock]:
+        """Try the locks of these owners, other daemons than this one."""
+        owners = {each.owner for each in recorded if each is not None} - {"", self._daemon_id}
+        return {owner: self._lock(owner) for owner in sorted(owners)}
+
+    def _gone(self, locks: Mapping[str, OwnerLock]) -> frozenset[str]:
+        """Return the recorded owners that have no live process."""
+        return frozenset(("", self._daemon_id, *(owner for owner, lock in locks.items() if lock is OwnerLock.FREE)))
 
     def _has_ended(self, recorded: RecordedOwner | None, lock: OwnerLock) -> bool:
         """Return whether the recorded owner's log has an end, which is proof; a heartbeat is only suspicion.
@@ -320,8 +404,9 @@ class Standby:
                 log.warning("the end of log %s cannot be read: %s", log_id, error)
         return log_id in self._ended_logs
 
-    def _decide(self, recorded: RecordedOwner | None, lock: OwnerLock) -> ClaimNow | Wait:
+    def _decide(self, recorded: RecordedOwner | None, locks: Mapping[str, OwnerLock]) -> ClaimNow | Wait:
         owner = recorded.owner if recorded is not None else ""
+        lock = locks.get(owner, OwnerLock.UNKNOWN)
         alive = [daemon_id for daemon_id, watch in self._watches.items() if watch.alive]
         return decide_candidacy(
             recorded,

@@ -151,6 +151,10 @@ class CountedStore(ObjectStore):
     def clock_skew_s(self) -> float | None:
         return self._inner.clock_skew_s()
 
+    @property
+    def requests_sent(self) -> Mapping[str, int]:
+        return self._inner.requests_sent
+
     def close(self) -> None:
         self._inner.close()
 

@@ -73,6 +73,7 @@ def used() -> metrics.Metrics:
     everything.caller_refused(errors.PermissionDenied("no"))
     everything.slot_written(size_bytes=1000, seconds=0.003)
     everything.commit("seal", "committed", conflicts=2)
+    everything.collect_store_requests_from(lambda: {"GET": 7, "LIST": 2})
     everything.store_error("put", "StoreUnavailable")
     everything.damage_found("bucket")
     everything.topic_failed()
@@ -129,6 +130,8 @@ def test_events_are_counted() -> None:
     assert sample("tarry_key_shared_taken_back_rows_total", {"topic": "t"}) == 2
     assert sample("tarry_commits_total", {"operation": "seal", "outcome": "committed"}) == 1
     assert sample("tarry_commit_conflicts_total", {"operation": "seal"}) == 2
+    assert sample("tarry_store_requests_total", {"kind": "GET"}) == 7
+    assert sample("tarry_store_requests_total", {"kind": "LIST"}) == 2
     assert sample("tarry_store_errors_total", {"operation": "put", "kind": "StoreUnavailable"}) == 1
     assert sample("tarry_damage_found_total", {"kind": "bucket"}) == 1
     assert sample("tarry_quota_refused_requests_total", {"topic": "t", "quota": "pending"}) == 1

@@ -204,7 +204,10 @@ class Promises:
     @staticmethod
     def _is_nowhere(sent: Sent, key: Position) -> bool:
         topic = sent.topic
-        return key not in topic.rows and key not in topic.missing and topic.removed.get(key, 0) <= sent.slot
+        # A position without a row that is rejected is there, for adds, until its dead letter has landed.
+        died = topic.redeliveries.died.get((place.owner_of(key), key), 0)
+        gone = max(topic.removed.get(key, 0), died)
+        return key not in topic.rows and key not in topic.missing and gone <= sent.slot
 
     @staticmethod
     def _there_since(topic: TopicTruth, position: Position, slot: int) -> bool:

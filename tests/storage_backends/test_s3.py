@@ -137,6 +137,30 @@ def test_everything_but_conditional_writes_is_repeated(moto: MotoServer) -> None
         assert proxy.lost_answers == 5
 
 
+def test_every_request_that_is_sent_is_counted_by_its_kind(moto: MotoServer) -> None:
+    with (
+        lost_answer_proxy(moto.endpoint_url) as proxy,
+        S3Store(
+            moto.settings("answers", endpoint_url=proxy.endpoint_url, prefix="counted", list_page_keys=2),
+            sleep=no_sleep,
+        ) as store,
+    ):
+        assert store.requests_sent == {"GET": 0, "HEAD": 0, "LIST": 0, "PUT": 0, "DELETE": 0}
+        for key in ("a", "b", "c"):
+            store.put_if_absent(key, b"body", metadata={})
+        with pytest.raises(AlreadyExists):
+            store.put_if_absent("a", b"body", metadata={})
+        store.put("d", b"body")
+        proxy.drop_next_answer("GET", count=2)
+        assert store.get("a") == b"body"
+        store.get_range("a", 0, 1)
+        store.head("a")
+        assert len(list(store.list(""))) == 4
+        store.delete("a")
+        assert store.requests_sent == {"GET": 4, "HEAD": 1, "LIST": 2, "PUT": 5, "DELETE": 1}
+        assert proxy.requests == {"GET": 6, "HEAD": 1, "PUT": 5, "DELETE": 1}
+
+
 def test_a_read_comes_through_where_most_answers_are_503_and_gives_up_after_its_tries(moto: MotoServer) -> None:
     with (
         lost_answer_proxy(moto.endpoint_url) as proxy,

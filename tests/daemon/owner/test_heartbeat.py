@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
 import pytest
 
 from daemon.owner import heartbeat
+from daemon.owner.heartbeat import ReportedShard
 from storage_backends import memory_store, object_store
 from storage_backends.formats import names
 from tests._support.virtual_clock import VirtualClock, settle
@@ -24,7 +26,13 @@ async def run(work: Callable[[], T]) -> T:
 
 def beat_of(sequence: int, instance: str = "first") -> heartbeat.Heartbeat:
     return heartbeat.Heartbeat(
-        daemon_id="north", address="127.0.0.1:7461", shards=(0, 1), instance=instance, sequence=sequence
+        daemon_id="north",
+        address="127.0.0.1:7461",
+        shards=(0, 1),
+        epochs=(5, 7),
+        manifests=(11, 12),
+        instance=instance,
+        sequence=sequence,
     )
 
 
@@ -37,23 +45,31 @@ class FailingWrites(memory_store.MemoryStore):
         super().put(key, body)
 
 
+def heart_of(
+    store: object_store.ObjectStore,
+    clock: VirtualClock,
+    log_state: Callable[[], heartbeat.LogState] = heartbeat.LogState,
+    *,
+    owned: Mapping[int, ReportedShard] = MappingProxyType({0: ReportedShard(5, 11), 1: ReportedShard(7, 12)}),
+) -> heartbeat.HeartbeatLoop:
+    return heartbeat.HeartbeatLoop(
+        store,
+        daemon_id="north",
+        address="127.0.0.1:7461",
+        owned=lambda: owned,
+        log_state=log_state,
+        instance="first",
+        run=run,
+        sleep=clock.sleep,
+    )
+
+
 async def start(
     store: object_store.ObjectStore,
     clock: VirtualClock,
     log_state: Callable[[], heartbeat.LogState] = heartbeat.LogState,
 ) -> asyncio.Task[None]:
-    beating = asyncio.create_task(
-        heartbeat.HeartbeatLoop(
-            store,
-            daemon_id="north",
-            address="127.0.0.1:7461",
-            shards=lambda: (0, 1),
-            log_state=log_state,
-            instance="first",
-            run=run,
-            sleep=clock.sleep,
-        ).beats()
-    )
+    beating = asyncio.create_task(heart_of(store, clock, log_state).beats())
     await settle()
     return beating
 
@@ -75,6 +91,33 @@ async def test_a_beat_is_written_at_once_and_every_three_seconds() -> None:
     await clock.advance(6.0)
     assert heartbeat.read_heartbeat(store, "north") == beat_of(4)
     await stop(beating)
+
+
+async def test_a_change_is_written_at_once_and_the_next_beat_follows_three_seconds_later() -> None:
+    store, clock = memory_store.MemoryStore(), VirtualClock()
+    owned = {0: ReportedShard(5, 11), 1: ReportedShard(7, 12)}
+    heart = heart_of(store, clock, owned=owned)
+    beating = asyncio.create_task(heart.beats())
+    await clock.advance(1.0)
+    owned[1] = ReportedShard(8, 13)
+    heart.changed()
+    await settle()
+    changed = msgspec.structs.replace(beat_of(2), epochs=(5, 8), manifests=(11, 13))
+    assert heartbeat.read_heartbeat(store, "north") == changed
+    del owned[0]
+    await clock.advance(2.9)
+    assert heartbeat.read_heartbeat(store, "north") == changed
+    await clock.advance(0.1)
+    left = msgspec.structs.replace(beat_of(3), shards=(1,), epochs=(8,), manifests=(13,))
+    assert heartbeat.read_heartbeat(store, "north") == left
+    await stop(beating)
+
+
+def test_a_heartbeat_claims_its_shards_unless_its_log_has_ended_or_an_older_version_has_written_it() -> None:
+    beat = msgspec.structs.replace(beat_of(1), log_id="log")
+    assert dict(beat.claims) == {0: (5, "north", "log", 11), 1: (7, "north", "log", 12)}
+    assert not dict(msgspec.structs.replace(beat, log_ended=True).claims)
+    assert not dict(msgspec.structs.replace(beat, epochs=(), manifests=()).claims)
 
 
 async def test_an_outage_of_the_store_is_survived_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:

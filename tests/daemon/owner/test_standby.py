@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
+from daemon.errors import Corruption
 from daemon.owner import heartbeat, standby
 from daemon.owner.standby import OwnerLock, Wait
 from storage_backends import commit, local_directory, memory_store, object_store
@@ -36,28 +38,49 @@ class Shard:
 
     def __init__(self, owner: str | None) -> None:
         self.down = False
+        self.damaged = False
+        self.reads = 0
         self.tip = None if owner is None else self.tip_of(owner)
 
     @staticmethod
-    def tip_of(owner: str) -> Tip:
-        head = ManifestHead(number=1, previous_sha256=b"", commit_id="c", writer=owner, created_ms=0)
+    def tip_of(owner: str, epoch: int = 1, *, number: int = 1, read_at_s: float = 0.0) -> Tip:
+        head = ManifestHead(number=number, previous_sha256=b"", commit_id="c", writer=owner, created_ms=0)
         address = f"{owner}:7461" if owner else ""
-        opened = LogRange(log_id=log_of(owner), epoch=1, after=1, through=None, first_slot=1, last_slot=None)
+        opened = LogRange(log_id=log_of(owner), epoch=epoch, after=1, through=None, first_slot=1, last_slot=None)
         ranges = (opened,) if owner else ()
-        manifest = ShardManifest(head=head, shard=3, epoch=1, owner=owner, address=address, ranges=ranges)
-        return commit.Tip(number=1, manifest=manifest, sha256=b"", read_at=0.0)
+        manifest = ShardManifest(head=head, shard=3, epoch=epoch, owner=owner, address=address, ranges=ranges)
+        return commit.Tip(number=number, manifest=manifest, sha256=b"", read_at=read_at_s)
 
     def read_tip(self, warm: Tip | None = None) -> Tip | None:
+        self.reads += 1
         if self.down:
             raise object_store.StoreUnavailable("manifest", "no route")
+        if self.damaged:
+            raise object_store.Damaged("manifest", "flipped bit")
         return self.tip
+
+
+class Store(memory_store.MemoryStore):
+    """Counts listings, and may be out of reach."""
+
+    down = False
+    listings = 0
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[object_store.ListedObject]:
+        self.listings += 1
+        return super().list(prefix, start_after=start_after)
+
+    def get_with_metadata(self, key: str) -> tuple[bytes, Mapping[str, str]]:
+        if self.down:
+            raise object_store.StoreUnavailable(key, "no route")
+        return super().get_with_metadata(key)
 
 
 class Fixture:
     """The daemon south stands by for two shards."""
 
     def __init__(self) -> None:
-        self.store = memory_store.MemoryStore()
+        self.store = Store()
         self.clock = VirtualClock()
         self.shards = [Shard("north"), Shard("north")]
         self.locks: dict[str, OwnerLock] = {}
@@ -96,17 +119,33 @@ class Fixture:
     def beat(
         self, daemon_id: str, log_state: Callable[[], heartbeat.LogState] | None = None, *, instance: str = "a"
     ) -> None:
+        """It beats from now on, and claims what is recorded as its own."""
         heart = heartbeat.HeartbeatLoop(
             self.store,
             daemon_id=daemon_id,
             address=f"{daemon_id}:7461",
-            shards=lambda: (),
+            owned=lambda: self.owned_by(daemon_id),
             log_state=log_state or (lambda: heartbeat.LogState(log_of(daemon_id), 1)),
             instance=instance,
             run=run,
             sleep=self.clock.sleep,
         )
         self.beating[daemon_id] = asyncio.create_task(heart.beats())
+
+    def owned_by(self, daemon_id: str) -> dict[int, heartbeat.ReportedShard]:
+        """Its shards, by what is recorded."""
+        return {
+            number: heartbeat.ReportedShard(shard.tip.manifest.epoch, shard.tip.number)
+            for number, shard in enumerate(self.shards)
+            if shard.tip is not None and shard.tip.manifest.owner == daemon_id
+        }
+
+    def reads(self) -> list[int]:
+        """How often the manifests of the shards were read since this was asked last."""
+        reads = [shard.reads for shard in self.shards]
+        for shard in self.shards:
+            shard.reads = 0
+        return reads
 
     async def silence(self, daemon_id: str) -> None:
         self.beating[daemon_id].cancel()
@@ -140,7 +179,7 @@ async def test_one_shard_of_a_living_owner_keeps_the_daemon_waiting(south: Fixtu
     await south.clock.advance(100.0)
     assert not waiting.done()
     south.shards[1].tip = Shard.tip_of("")
-    await south.clock.advance(1.0)
+    await south.clock.advance(heartbeat.INTERVAL_S + 1.0)
     assert (await waiting).reason == "nobody ever owned it"
 
 
@@ -183,15 +222,29 @@ async def test_an_outage_of_the_store_is_no_silence_of_the_owner(south: Fixture)
     waiting = south.stand_by()
     await south.clock.advance(10.0)
     await south.silence("north")
-    for shard in south.shards:
-        shard.down = True
+    south.store.down = True
     await south.clock.advance(60.0)
-    assert south.reasons[-1] == "the store cannot be reached: manifest: no route"
-    for shard in south.shards:
-        shard.down = False
+    assert south.reasons[-1] == "the store cannot be reached: daemons/north: no route"
+    south.store.down = False
     await south.clock.advance(5.0)
     assert not waiting.done()
     await south.clock.advance(10.0)
+    assert "is silent" in (await waiting).reason
+
+
+async def test_manifests_that_cannot_be_read_are_no_silence_of_the_owner_either(south: Fixture) -> None:
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(10.0)
+    await south.silence("north")
+    for shard in south.shards:
+        shard.down = True
+    await south.clock.advance(60.0)
+    assert not waiting.done()
+    assert "the store cannot be reached: manifest: no route" in south.reasons
+    for shard in south.shards:
+        shard.down = False
+    await south.clock.advance(15.0)
     assert "is silent" in (await waiting).reason
 
 
@@ -224,6 +277,174 @@ async def test_of_two_candidates_one_goes_first(south: Fixture) -> None:
     await south.clock.advance(30.0)
     first, second = sorted(await asyncio.gather(*candidates))
     assert second - first >= heartbeat.INTERVAL_S - 1.0
+
+
+# ---- what a look asks for
+
+
+async def test_while_the_owner_lives_its_manifests_are_not_read_again(south: Fixture) -> None:
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(10.0)
+    assert south.reads() == [1, 1]
+    await south.clock.advance(300.0)
+    assert south.reads() == [0, 0]
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_heartbeats_are_listed_every_ten_seconds(south: Fixture) -> None:
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(299.5)
+    assert south.store.listings == 30
+    waiting.cancel()
+
+
+async def test_a_manifest_is_read_when_a_heartbeat_says_that_it_changed(south: Fixture) -> None:
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(30.0)
+    south.reads()
+    south.shards[1].tip = Shard.tip_of("north", epoch=2)
+    await south.clock.advance(30.0)
+    assert south.reads() == [0, 1], "the epoch of shard 1 alone has changed"
+    assert south.standby.tip(1) is south.shards[1].tip
+    waiting.cancel()
+
+
+async def test_a_manifest_that_its_owner_has_followed_by_another_is_read_again_so_that_a_takeover_knows_it(
+    south: Fixture,
+) -> None:
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(30.0)
+    south.reads()
+    south.shards[0].tip = Shard.tip_of("north", number=9)
+    await south.clock.advance(30.0)
+    assert south.reads() == [1, 0]
+    waiting.cancel()
+
+
+async def test_a_manifest_is_read_again_before_its_successor_could_be_found_by_a_listing_only(south: Fixture) -> None:
+    south.beat("north")
+    south.shards[0].tip = Shard.tip_of("north", read_at_s=south.clock.now_s - commit.WARM_MAX_S / 2 + 30.0)
+    south.shards[1].tip = Shard.tip_of("north", read_at_s=south.clock.now_s)
+    waiting = south.stand_by()
+    await south.clock.advance(20.0)
+    assert south.reads() == [1, 1]
+    await south.clock.advance(20.0)
+    first, second = south.reads()
+    assert first >= 1
+    assert second == 0
+    waiting.cancel()
+
+
+async def test_a_successor_is_known_by_its_first_heartbeat_while_the_former_owner_still_seems_to_live(
+    south: Fixture,
+) -> None:
+    south.beat("north")
+    south.beat("east", lambda: heartbeat.LogState(log_of("east"), 1))
+    waiting = south.stand_by()
+    await south.clock.advance(30.0)
+    await south.silence("north")
+    await south.silence("east")
+    for shard in south.shards:
+        shard.tip = Shard.tip_of("east", epoch=2)
+    south.beat("east", lambda: heartbeat.LogState(log_of("east"), 1), instance="b")
+    await south.clock.advance(1.0)
+    assert south.standby.owner_address == "east:7461"
+    await south.clock.advance(100.0)
+    assert south.reasons[-1].startswith("waiting for daemon east")
+    waiting.cancel()
+
+
+async def test_the_heartbeats_of_an_older_version_say_nothing_of_manifests_which_are_read_at_each_look(
+    south: Fixture,
+) -> None:
+    waiting = south.stand_by()
+    for sequence in range(20):
+        told = {"daemon_id": "north", "address": "north:7461", "shards": [0, 1], "instance": "a", "sequence": sequence}
+        south.store.put(names.daemon_key("north"), json.dumps(told | {"log_id": log_of("north")}).encode())
+        await south.clock.advance(3.0)
+    assert min(south.reads()) >= 59
+    assert south.reasons[-1].startswith("waiting for daemon north")
+    waiting.cancel()
+
+
+async def test_nothing_is_claimed_by_a_manifest_of_an_earlier_look(south: Fixture) -> None:
+    """Another candidate was quicker, and its first heartbeat has not been found yet."""
+    south.locks["north"] = OwnerLock.HELD
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(10.5)
+    south.locks["north"] = OwnerLock.FREE
+    for shard in south.shards:
+        shard.tip = Shard.tip_of("east", epoch=2)
+    south.beat("east")
+    await south.clock.advance(30.0)
+    assert not waiting.done()
+    assert south.reasons[-1].startswith("waiting for daemon east")
+    waiting.cancel()
+
+
+async def test_a_daemon_that_comes_back_is_no_silent_owner(south: Fixture) -> None:
+    """Its last heartbeat was that of a dead daemon, which is read at listings only."""
+    south.beat("north")
+    south.beat("east")
+    waiting = south.stand_by()
+    await south.clock.advance(5.0)
+    await south.silence("east")
+    await south.clock.advance(45.5)
+    for shard in south.shards:
+        shard.tip = Shard.tip_of("east", epoch=2)
+    south.beat("east", instance="b")
+    await south.clock.advance(3.0)
+    assert not waiting.done()
+    assert south.reasons[-1].startswith("waiting for daemon east")
+    waiting.cancel()
+
+
+async def test_the_manifests_of_a_silent_owner_are_read_at_each_look_while_another_candidate_goes_first(
+    south: Fixture,
+) -> None:
+    first = next(
+        each
+        for each in ("east", "west", "centre", "coast")
+        if standby.rendezvous_rank("south", others=[each], former_owner="north")
+    )
+    south.beat("north")
+    south.beat(first)
+    waiting = south.stand_by()
+    await south.clock.advance(30.5)
+    await south.silence("north")
+    while "1 other candidates go first" not in south.reasons[-1]:
+        await south.clock.advance(1.0)
+    for shard in south.shards:
+        shard.tip = Shard.tip_of(first, epoch=2)
+    await south.clock.advance(1.0)
+    assert south.standby.owner_address == f"{first}:7461"
+    waiting.cancel()
+
+
+async def test_a_manifest_that_was_damaged_is_read_again_although_it_is_claimed(south: Fixture) -> None:
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(5.0)
+    for shard in south.shards:
+        shard.damaged = True
+    south.beat("north", lambda: heartbeat.LogState("another log", 1), instance="b")
+    await south.clock.advance(5.0)
+    with pytest.raises(Corruption, match="flipped bit"):
+        await waiting
+    for shard in south.shards:
+        shard.damaged = False
+    await south.silence("north")
+    south.beat("north")
+    waiting = south.stand_by()
+    await south.clock.advance(5.0)
+    assert not waiting.done()
+    waiting.cancel()
 
 
 # ---- the end of the owner's log

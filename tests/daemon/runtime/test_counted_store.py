@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Mapping
 
 import pytest
 
@@ -31,3 +32,12 @@ def test_failures_are_counted_and_answers_are_not() -> None:
         list(store.list(""))
     assert counted == {("put_if_absent", "OutcomeUnknown"): 1, ("list", "StoreUnavailable"): 1}
     assert {entry.key for entry in store.list("")} == {"a", "c"}
+
+
+def test_the_requests_are_those_of_the_store_beneath() -> None:
+    class Asked(memory_store.MemoryStore):
+        @property
+        def requests_sent(self) -> Mapping[str, int]:
+            return {"GET": 7}
+
+    assert CountedStore(Asked(), lambda operation, kind: None).requests_sent == {"GET": 7}
