@@ -268,8 +268,12 @@ class TopicChanges:
     ) -> SubscriptionCreated:
         """Create the subscription, and the topic if it is new; if repeated, return the existing one.
 
-        Raises AlreadyExists if it exists with another policy, or other properties.
+        Raises AlreadyExists if it exists with another policy, or other properties; QuotaExceeded.
         """
+        if properties and name not in self._shard.topics:
+            # A refused subscription creates no topic.
+            body = stored_topic.encode_properties({1: properties})
+            topic_settings.check_topic_properties(name, len(body), stored_bytes=0)
         with self._shard.effects_on(name) as effects:
             topic = await self._shard.topic_to_write(name, effects)
             created = await topic.gate.change(
@@ -394,6 +398,7 @@ class TopicChanges:
         """Return the object with the properties of all subscriptions, or None if there are none.
 
         `properties` are those of one subscription. The object exists: the manifest names it, or it is written now.
+        Raises QuotaExceeded if it would be too large.
         """
         before = {state.subscription_id: state.properties for state in topic.core.subscriptions.values()}
         manifests, environment = topic.manifests, self._environment
@@ -402,12 +407,15 @@ class TopicChanges:
         after = {number: named for number, named in {**before, subscription_id: properties}.items() if named}
         if not after:
             return None
+        body = await environment.run(lambda: stored_topic.encode_properties(after))
+        stored = manifests.manifest.properties_object
+        topic_settings.check_topic_properties(
+            topic.core.name, len(body), stored_bytes=0 if stored is None else stored.size_bytes
+        )
         base = manifests.number
         key = names.properties_key(manifests.shard, topic.core.topic_id, base, environment.new_id())
         return await backoff.until_answered(
-            lambda: environment.run(
-                lambda: stored_topic.write_properties(environment.store, after, key=key, base=base)
-            ),
+            lambda: environment.run(lambda: stored_topic.write_properties(environment.store, body, key=key, base=base)),
             failed=lambda error: environment.waits_for_store("properties cannot be written", key, error),
             waiting=environment,
         )

@@ -17,7 +17,7 @@ from daemon.core.index.delay_levels import DelayLevels
 from daemon.core.index.mutable_bucket import SealLimits
 from daemon.core.limits import RequestLimits
 from daemon.core.quotas import QuotaLimits
-from daemon.errors import InvalidArgument
+from daemon.errors import InvalidArgument, QuotaExceeded
 from daemon.runtime import due_loop
 from daemon.runtime.environment import Environment
 from storage_backends import storage_settings
@@ -50,6 +50,8 @@ NACK_BLOCK_MAX_MS = 12 * 3_600_000
 PROPERTIES_MAX = 64
 PROPERTY_NAME_MAX_BYTES = 128
 PROPERTY_VALUE_MAX_BYTES = 1024
+# Bytes of the object with the properties of all subscriptions of a topic: a change of one writes it again as a whole.
+TOPIC_PROPERTIES_MAX_BYTES = 64 << 10
 
 # Field of a topic's policy -> its least and its largest value
 _TOPIC_LIMITS = {
@@ -204,6 +206,21 @@ def check_properties(properties: NamedValues) -> None:
     for name, value in properties:
         _check_text("a name", name, 1, PROPERTY_NAME_MAX_BYTES)
         _check_text(f"the value of {name!r}", value, 0, PROPERTY_VALUE_MAX_BYTES)
+
+
+def check_topic_properties(topic: str, size_bytes: int, *, stored_bytes: int) -> None:
+    """Check the size of the object with a topic's properties. Raise QuotaExceeded if it is too large.
+
+    `stored_bytes` is the size of the object that it replaces: one of an earlier version may be larger than the limit,
+    and may shrink.
+    """
+    if size_bytes > max(TOPIC_PROPERTIES_MAX_BYTES, stored_bytes):
+        raise QuotaExceeded(
+            f"topic {topic}: the properties of its subscriptions would take {size_bytes} bytes; they may take "
+            f"{TOPIC_PROPERTIES_MAX_BYTES} together, and take {stored_bytes} now. Shorten or remove properties of this "
+            "subscription or of others",
+            retry_after_ms=None,
+        )
 
 
 def _check_key_shared(policy: KeySharedPolicy) -> None:
