@@ -373,6 +373,14 @@ class LimitsSettings(Section, frozen=True):
     delay_max_ms: Annotated[int, Meta(ge=1, le=1 << 53, description="The longest delay of a row.")] = (
         10 * 365 * 86_400_000
     )
+    topics_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Topics of this daemon, at most; beyond it no topic is created. Existing topics are served, "
+            "however many they are. Each takes some 25 kB of memory, and a file.",
+        ),
+    ] = 100_000
     subscriptions_per_topic_max: Annotated[int, Meta(ge=1, description="Subscriptions of one topic.")] = 1000
     streams_per_subscription_max: Annotated[int, Meta(ge=1, description="Open streams of one subscription.")] = 10_000
     leases_per_subscription_max: Annotated[

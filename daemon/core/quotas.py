@@ -1,8 +1,8 @@
 """Counts the use of each quota and refuses what exceeds it.
 
-Quotas limit the pending rows of all topics, the rows of a topic that come due in one second, and what each client adds
-in a second. `daemon.topic.topic_settings` knows which limits apply to a topic; `daemon.topic.topic_quotas` starts the
-exact counts.
+Quotas limit the topics, the pending rows of all of them, the rows of a topic that come due in one second, and what each
+client adds in a second. `daemon.topic.topic_settings` knows which limits apply to a topic; `daemon.topic.topic_quotas`
+starts the exact counts.
 
 A limit of 0 means no limit. Every check precedes any change. Additions count at once; departures are noticed only at
 the next exact count, so a count is never too low.
@@ -24,6 +24,8 @@ SECOND_MS = 1000
 # The time in which rows come due and the daemon counts its rows again: about a second.
 PENDING_RETRY_MS = 1_000
 DUE_RETRY_MS = 1_000
+# Only an operator makes room for topics.
+TOPICS_RETRY_MS = 60_000
 # Clients of one topic whose use is remembered; beyond it, the client that has added nothing for the longest is
 # forgotten.
 CLIENTS_MAX = 10_000
@@ -47,6 +49,19 @@ class Caller:
 
     client: str
     size_bytes: int
+
+
+# ---- topics
+
+
+def check_topics(topics: int, topics_max: int) -> None:
+    """Raise QuotaExceeded if one more topic would be too many."""
+    if topics >= topics_max:
+        raise QuotaExceeded(
+            f"this daemon has {topics} topics, and limits.topics_max is {topics_max}: no topic is created. Delete "
+            "topics that are not needed, or set the limit higher",
+            retry_after_ms=TOPICS_RETRY_MS,
+        )
 
 
 # ---- pending rows
