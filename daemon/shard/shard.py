@@ -390,6 +390,7 @@ class ServedShard:
             now_ms=self._environment.clock.now_ms(),
             cache=self._cache,
             ready_rows_max=self._environment.config.delivery.ready_rows_max,
+            backlog_limits=self._environment.backlog_limits,
         )
 
     def _loaded(self, loaded: LoadedTopic) -> None:

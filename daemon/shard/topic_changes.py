@@ -104,7 +104,8 @@ class TopicChanges:
         """Drop rows of the topic or of one subscription; if `ranges` is None, all of them. Raises NotFound.
 
         Works in portions; requests pass between them, and the rows that these add stay. With `dead_letter` rows that
-        the subscription is owed become dead letters, but only some of them if they are many.
+        the subscription is owed become dead letters, but only some of them if they are many, or if there is no room for
+        more. Raises QuotaExceeded if there is no room for the first portion.
         """
         state = None if subscription is None else topic.subscription(subscription)
         portions = topic.core.trim(ranges, None if state is None else state.subscription_id, dead_letter=dead_letter)
@@ -112,7 +113,14 @@ class TopicChanges:
         with self._shard.effects_on(topic.core.name) as effects:
             with contextlib.closing(portions):
                 while more and not (dead_letter and rows > _ENOUGH_DEAD_LETTERS):
-                    dropped = await topic.gate.change(lambda: self._drop(topic, state, portions, dead_letter, effects))
+                    try:
+                        dropped = await topic.gate.change(
+                            lambda: self._drop(topic, state, portions, dead_letter, effects)
+                        )
+                    except QuotaExceeded:
+                        if not rows:
+                            raise
+                        break
                     rows, more = rows + (dropped or 0), dropped is not None
             # A former owner may deliver dropped rows.
             await self._shard.alone()
@@ -138,6 +146,7 @@ class TopicChanges:
                 return None
             slots = departure.slots()
             if state is not None and dead_letter:
+                state.check_dead_letters(departure.rows)
                 now_ms = self._environment.clock.now_ms()
                 slots = topic.core.dead_lettering.stage_trimmed(state, departure, now_ms=now_ms)
             for records in slots:
