@@ -407,7 +407,7 @@ class TopicChanges:
         """Return the object with the properties of all subscriptions, or None if there are none.
 
         `properties` are those of one subscription. The object exists: the manifest names it, or it is written now.
-        Raises QuotaExceeded if it would be too large.
+        Raises QuotaExceeded if it would be too large, or properties are changed too often. They may always leave.
         """
         before = {state.subscription_id: state.properties for state in topic.core.subscriptions.values()}
         manifests, environment = topic.manifests, self._environment
@@ -416,6 +416,12 @@ class TopicChanges:
         after = {number: named for number, named in {**before, subscription_id: properties}.items() if named}
         if not after:
             return None
+        if properties:
+            prefix = names.properties_prefix(manifests.shard, topic.core.topic_id)
+            replaced = [each for each in manifests.manifest.tombstones if each.object.name.startswith(prefix)]
+            topic_settings.check_replaced_properties(
+                topic.core.name, [each.delete_after_ms for each in replaced], now_ms=environment.clock.now_ms()
+            )
         body = await environment.run(lambda: stored_topic.encode_properties(after))
         stored = manifests.manifest.properties_object
         topic_settings.check_topic_properties(

@@ -8,6 +8,7 @@ subscription's policy are where they apply (`daemon.core.decisions.subscription_
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from daemon.config import Config
@@ -52,6 +53,9 @@ PROPERTY_NAME_MAX_BYTES = 128
 PROPERTY_VALUE_MAX_BYTES = 1024
 # Bytes of the object with the properties of all subscriptions of a topic: a change of one writes it again as a whole.
 TOPIC_PROPERTIES_MAX_BYTES = 64 << 10
+# Former such objects that wait for their deletion: each manifest of the topic names them all.
+REPLACED_PROPERTIES_MAX = 1_000
+REPLACED_RETRY_LEAST_MS = 1_000
 
 # Field of a topic's policy -> its least and its largest value
 _TOPIC_LIMITS = {
@@ -220,6 +224,20 @@ def check_topic_properties(topic: str, size_bytes: int, *, stored_bytes: int) ->
             f"{TOPIC_PROPERTIES_MAX_BYTES} together, and take {stored_bytes} now. Shorten or remove properties of this "
             "subscription or of others",
             retry_after_ms=None,
+        )
+
+
+def check_replaced_properties(topic: str, delete_after_ms: Sequence[int], *, now_ms: int) -> None:
+    """Raise QuotaExceeded if too many former objects with a topic's properties wait for their deletion.
+
+    `delete_after_ms` are the times from which they may be deleted (Unix ms).
+    """
+    replaced = len(delete_after_ms)
+    if replaced >= REPLACED_PROPERTIES_MAX:
+        raise QuotaExceeded(
+            f"topic {topic}: the properties of its subscriptions were changed {replaced} times within "
+            f"collection.grace_s; they may be changed {REPLACED_PROPERTIES_MAX} times. Change them less often",
+            retry_after_ms=max(REPLACED_RETRY_LEAST_MS, min(delete_after_ms) - now_ms),
         )
 
 

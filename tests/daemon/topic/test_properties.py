@@ -263,3 +263,31 @@ async def test_stored_properties_beyond_the_limit_are_served_and_may_shrink(
     await update(two, LARGE)
     await delete(two, "other")
     assert await shown(two) == {"s": LARGE}
+
+
+async def test_properties_are_not_changed_more_often_than_collection_keeps_up_with(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each manifest names every former object: without a limit, small changes write ever larger manifests."""
+    monkeypatch.setattr(topic_settings, "REPLACED_PROPERTIES_MAX", 3)
+    one = await machines.served_by("one", *ON_REQUEST)
+    await create(one, "s", properties=MONEY)
+    await create(one, "other")
+    for properties in (GATES, MONEY):
+        await update(one, properties)
+    before = machines.topic_tip()
+    await create(one, "third", properties=GATES)
+    with pytest.raises(QuotaExceeded, match=r"changed 3 times within collection\.grace_s.*less often") as refused:
+        await update(one, GATES)
+    assert refused.value.retry_after_ms is not None
+    assert 3_500_000 < refused.value.retry_after_ms <= 3_600_000
+    with pytest.raises(QuotaExceeded):
+        await create(one, "fourth", properties=GATES)
+    assert len(machines.topic_tip().tombstones) == len(before.tombstones) + 1
+    await update(one, MONEY, lease_ms=5)
+    await delete(one, "third")
+    await update(one, ())
+    pass_hours(machines, 2)
+    await collect(one)
+    await update(one, GATES)
+    assert await shown(one) == {"s": GATES}
