@@ -24,8 +24,6 @@ SECOND_MS = 1000
 # The time in which rows come due and the daemon counts its rows again: about a second.
 PENDING_RETRY_MS = 1_000
 DUE_RETRY_MS = 1_000
-# Only an operator makes room for topics and dead letters.
-OPERATOR_RETRY_MS = 60_000
 # Clients of one topic whose use is remembered; beyond it, the client that has added nothing for the longest is
 # forgotten.
 CLIENTS_MAX = 10_000
@@ -60,7 +58,7 @@ def check_topics(topics: int, topics_max: int) -> None:
         raise QuotaExceeded(
             f"this daemon has {topics} topics, and limits.topics_max is {topics_max}: no topic is created. Delete "
             "topics that are not needed, or set the limit higher",
-            retry_after_ms=OPERATOR_RETRY_MS,
+            retry_after_ms=None,
         )
 
 
@@ -85,7 +83,7 @@ def check_dead_letters(subscription: str, *, dead_letters: int, rows: int, rows_
             f"subscription {subscription!r}: limits.dead_letters_per_subscription_max is {rows_max}; there are "
             f"{dead_letters} dead letters, and the request would make {rows} more. Replay or purge some, or set the "
             "limit higher",
-            retry_after_ms=None if rows > rows_max else OPERATOR_RETRY_MS,
+            retry_after_ms=None,
         )
 
 
