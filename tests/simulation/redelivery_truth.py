@@ -35,6 +35,9 @@ RedeliveryRecord: TypeAlias = NackRecord | DeadLetterRecord | ReplayRecord | Pur
 # Two sums of times may differ by as much.
 ROUNDING_S = 0.002
 
+# So many policies of a subscription may have been in force when something that lands was decided.
+LATEST_POLICIES = 3
+
 # What a request names: of which subscription, ledger and entry, batch index.
 Asked = tuple[str, Position, int]
 
@@ -90,8 +93,8 @@ class Redeliveries:
     redelivery counts; `rejected`: those that a request rejected. `dead_letters`: by subscription and id; `left`: the
     slots in which those that are no more left. `died`: by subscription and position, the slot of the last dead letter;
     `ended`: of an entry that left as a whole, and up to which count messages of it left with it for certain.
-    `policies`: every one that a subscription has had. `leaving`: see there. `spared`: what was to die by every policy
-    and came back (subscription, slot, how many dead letters there might be).
+    `policies`: every one that a subscription has had. `leaving`: see there. `spared`: what was to die by the
+    policies and came back (subscription, slot, how many dead letters there might be).
     """
 
     asked: collections.Counter[Asked] = dataclasses.field(default_factory=collections.Counter)
@@ -198,8 +201,9 @@ class RedeliveryTruth:
         if count > (base if before is None else before.count):
             self._check_who(topic, number, position, row, what)
         row.nacked[number] = Nacked(redeliver_at_ms, count, times, header.slot, header.epoch)
-        most = [policy.max_redeliver_count for policy in topic.redeliveries.policies.get(number, ())]
-        if most and all(each is not None and count > each for each in most):
+        # One may have landed while the slot was under way, and another before its daemon knew it.
+        latest = topic.redeliveries.policies.get(number, ())[-LATEST_POLICIES:]
+        if latest and all(each.max_redeliver_count is not None and count > each.max_redeliver_count for each in latest):
             topic.redeliveries.spared.append((number, header.slot, self._dead_letters_max))
 
     def _check_count(
