@@ -50,7 +50,8 @@ class DelayTooLong(LimitExceeded):
 class QuotaExceeded(LimitExceeded):
     """A request that is too much for now.
 
-    `retry_after_ms` is when to try again (ms); None means that waiting does not help, and less must be requested.
+    `retry_after_ms` is when to try again (ms). None means that waiting does not help: less must be requested, or an
+    operator must make room.
     """
 
     def __init__(self, message: str, *, retry_after_ms: int | None) -> None:

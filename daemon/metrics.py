@@ -152,6 +152,8 @@ class TopicNumbers:
     # Rows of the backlog that are NACKED
     nacked: int
     dead_letters: int
+    # Subscriptions that may have no more of them
+    dead_letters_full: int
     # Lost with damaged buckets and not added again
     rebuild_needed: int
     # Consumers of KEY_SHARED streams; rows that wait for their key; hashes that wait for another consumer's rows, and
@@ -259,6 +261,10 @@ _TOPIC_GAUGES = {
     "leased": ("tarry_leased_rows", "Leased rows; they are in flight as well."),
     "nacked": ("tarry_nacked_rows", "Negatively acknowledged rows that wait for redelivery."),
     "dead_letters": ("tarry_dead_letter_rows", "Dead letters, summed over subscriptions."),
+    "dead_letters_full": (
+        "tarry_dead_letters_full",
+        "Subscriptions that have as many dead letters as they may have.",
+    ),
     "rebuild_needed": ("tarry_rebuild_needed_rows", "Rows that were lost with damaged buckets and not added again."),
     "key_shared_consumers": (
         "tarry_key_shared_consumers",
@@ -413,6 +419,11 @@ class Metrics:
             "topic",
             "reason",
         )
+        self._dead_letters_full = counter(
+            "tarry_dead_letters_full_rows",
+            "Redeliveries of positions that were to become dead letters, which were full.",
+            "topic",
+        )
         self._dead_letters_replayed = counter(
             "tarry_dead_letter_replayed_rows", "Dead letters that were replayed.", "topic"
         )
@@ -447,7 +458,10 @@ class Metrics:
         self._topics_deleted = counter("tarry_topics_deleted", "Topics that were deleted on request.")
 
         self._refused = counter(
-            "tarry_quota_refused_requests", "Requests that a quota refused: pending, due or client.", "topic", "quota"
+            "tarry_quota_refused_requests",
+            "Requests that a quota refused: pending, due, client, nacked or dead_letters.",
+            "topic",
+            "quota",
         )
 
     def _declare_storage(self) -> None:
@@ -617,8 +631,12 @@ class Metrics:
         """Record the lateness of first deliveries of rows of a delay level (ms)."""
         self._level_lateness.observe_ms(lateness_ms, self._labels.label(topic), str(level))
 
-    def quota_refused(self, topic: str, quota: Literal["pending", "due", "client"]) -> None:
-        """Count a refused request: too many pending rows, too many due in one second, or too much from one client."""
+    def quota_refused(self, topic: str, quota: Literal["pending", "due", "client", "nacked", "dead_letters"]) -> None:
+        """Count a refused request.
+
+        It had too many pending rows, too many due in one second, too much from one client, or too many positions
+        without a row or dead letters for one subscription.
+        """
         self._refused.labels(self._labels.label(topic), quota).inc()
 
     def acknowledged(self, topic: str, *, acknowledged: int, ignored: int) -> None:
@@ -692,6 +710,11 @@ class Metrics:
         """Count positions of a subscription that became dead letters."""
         if rows:
             self._dead_lettered.labels(self._labels.label(topic), reason.name.lower()).inc(rows)
+
+    def dead_letters_full(self, topic: str, *, rows: int) -> None:
+        """Count positions that are redelivered more often than allowed, since the dead letters have no room."""
+        if rows:
+            self._dead_letters_full.labels(self._labels.label(topic)).inc(rows)
 
     def dead_letters_left(self, topic: str, how: Literal["replayed", "purged"], *, rows: int) -> None:
         """Count dead letters that were replayed or purged."""

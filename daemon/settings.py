@@ -373,11 +373,37 @@ class LimitsSettings(Section, frozen=True):
     delay_max_ms: Annotated[int, Meta(ge=1, le=1 << 53, description="The longest delay of a row.")] = (
         10 * 365 * 86_400_000
     )
+    topics_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Topics of this daemon, at most; beyond it no topic is created. Existing topics are served, "
+            "however many they are. Each takes some 25 kB of memory, and a file.",
+        ),
+    ] = 100_000
     subscriptions_per_topic_max: Annotated[int, Meta(ge=1, description="Subscriptions of one topic.")] = 1000
     streams_per_subscription_max: Annotated[int, Meta(ge=1, description="Open streams of one subscription.")] = 10_000
     leases_per_subscription_max: Annotated[
         int, Meta(ge=1, description="Leases of one subscription with positions.")
     ] = 10_000
+    nacked_rows_per_subscription_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Negatively acknowledged rows of one subscription outside the shared index: positions that "
+            "were never added, single messages of batches, rows of the subscription alone. Beyond it, no position "
+            "without a row can be negatively acknowledged.",
+        ),
+    ] = 1_000_000
+    dead_letters_per_subscription_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Dead letters of one subscription. Beyond it, nothing can be rejected or trimmed with dead "
+            "letters, and what exceeds `max_redeliver_count` is redelivered at the longest delay of its policy. Each "
+            "takes 50 B of memory, and its text; each checkpoint and seal writes them all.",
+        ),
+    ] = 100_000
     consumers_per_subscription_max: Annotated[
         int, Meta(ge=1, le=60_000, description="Consumers of one KEY_SHARED subscription, of all its streams.")
     ] = 10_000

@@ -40,6 +40,20 @@ class RequestLimits:
     delay_max_ms: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class BacklogLimits:
+    """The limits on what one subscription keeps that no add has brought.
+
+    `nacked_rows_max` is for negatively acknowledged rows outside the shared index.
+    """
+
+    nacked_rows_max: int = 1 << 62
+    dead_letters_max: int = 1 << 62
+
+
+NO_BACKLOG_LIMITS = BacklogLimits()
+
+
 def check_name(field: str, name: str, max_bytes: int) -> None:
     """Raise InvalidArgument for a name that is empty or too long in UTF-8."""
     size_bytes = len(name.encode())

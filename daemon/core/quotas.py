@@ -1,11 +1,11 @@
 """Counts the use of each quota and refuses what exceeds it.
 
-Quotas limit the pending rows of all topics, the rows of a topic that come due in one second, and what each client adds
-in a second. `daemon.topic.topic_settings` knows which limits apply to a topic; `daemon.topic.topic_quotas` starts the
-exact counts.
+Quotas limit the topics, the pending rows of all of them, the rows of a topic that come due in one second, what each
+client adds in a second, and what a subscription keeps that no add has brought. `daemon.topic.topic_settings` knows
+which limits apply to a topic; `daemon.topic.topic_quotas` starts the exact counts.
 
-A limit of 0 means no limit. Every check precedes any change. Additions count at once; departures are noticed only at
-the next exact count, so a count is never too low.
+A limit of 0 on rows that are added means no limit. Every check precedes any change. Additions count at once; departures
+are noticed only at the next exact count, so a count is never too low.
 """
 
 from __future__ import annotations
@@ -47,6 +47,44 @@ class Caller:
 
     client: str
     size_bytes: int
+
+
+# ---- topics
+
+
+def check_topics(topics: int, topics_max: int) -> None:
+    """Raise QuotaExceeded if one more topic would be too many."""
+    if topics >= topics_max:
+        raise QuotaExceeded(
+            f"this daemon has {topics} topics, and limits.topics_max is {topics_max}: no topic is created. Delete "
+            "topics that are not needed, or set the limit higher",
+            retry_after_ms=None,
+        )
+
+
+# ---- what a subscription keeps that no add has brought
+
+
+def check_nacked(subscription: str, *, nacked_rows: int, rows: int, rows_max: int) -> None:
+    """Raise QuotaExceeded if `rows` more that get a row by a negative acknowledgement would be too many."""
+    if rows and nacked_rows + rows > rows_max:
+        raise QuotaExceeded(
+            f"subscription {subscription!r}: limits.nacked_rows_per_subscription_max is {rows_max}; {nacked_rows} rows "
+            f"outside the shared index are negatively acknowledged, and the request has {rows} positions without a "
+            "row. Acknowledge some of these rows first, or set the limit higher",
+            retry_after_ms=None if rows > rows_max else PENDING_RETRY_MS,
+        )
+
+
+def check_dead_letters(subscription: str, *, dead_letters: int, rows: int, rows_max: int) -> None:
+    """Raise QuotaExceeded if `rows` more dead letters would be too many."""
+    if rows and dead_letters + rows > rows_max:
+        raise QuotaExceeded(
+            f"subscription {subscription!r}: limits.dead_letters_per_subscription_max is {rows_max}; there are "
+            f"{dead_letters} dead letters, and the request would make {rows} more. Replay or purge some, or set the "
+            "limit higher",
+            retry_after_ms=None,
+        )
 
 
 # ---- pending rows

@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from daemon.call_values import Health, TopicLocation
+from daemon.core import quotas
 from daemon.core.index.segments import SegmentCache
 from daemon.core.quotas import PendingRows
 from daemon.errors import (
@@ -398,6 +399,7 @@ class Engine:
             self._pending,
             self._tail_bound,
             self._environment,
+            check_topics=self._check_topics,
             lost=self._shard_lost,
             deletions_changed=self._deletion_workers.look_at,
         )
@@ -406,6 +408,11 @@ class Engine:
         self._environment.metrics.set_epoch(shard.number, shard.epoch)
         shard.serve()
         return shard
+
+    def _check_topics(self) -> None:
+        """Raise QuotaExceeded if one more topic would be too many."""
+        topics = sum(shard.topics_known for shard in self._shards.values())
+        quotas.check_topics(topics, self._environment.config.limits.topics_max)
 
     async def _mend(self) -> None:
         """Check repeatedly whether a damaged shard can be read; the others are served meanwhile."""

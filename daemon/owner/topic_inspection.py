@@ -245,6 +245,7 @@ def numbers(topic: ServedTopic, survey: RetentionScan, now_ms: int) -> TopicNumb
         leased=sum(state.leased_rows for state in states),
         nacked=sum(len(state.nacks) for state in states),
         dead_letters=sum(len(state.dead_letters) for state in states),
+        dead_letters_full=sum(not state.dead_letter_room for state in states),
         rebuild_needed=sum(needed.rows for needed in core.rebuild_needed()),
         oldest_due_age_s=max(0, now_ms - oldest_ms) / 1000 if oldest_ms else 0.0,
         key_shared_consumers=sum(len(each.consumers) for each in shared),

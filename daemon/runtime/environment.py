@@ -17,7 +17,7 @@ import numpy as np
 
 from daemon.config import Config
 from daemon.core.index.delay_levels import DelayLevels
-from daemon.core.limits import RequestLimits
+from daemon.core.limits import BacklogLimits, RequestLimits
 from daemon.ledger_stores.ledger_stores import LedgerStores
 from daemon.metrics import Metrics
 from daemon.runtime import backoff
@@ -187,4 +187,12 @@ class Environment:
             subscription_max_bytes=limits.subscription_bytes_max,
             subscriptions_max=limits.subscriptions_per_topic_max,
             delay_max_ms=limits.delay_max_ms,
+        )
+
+    @functools.cached_property
+    def backlog_limits(self) -> BacklogLimits:
+        limits = self.config.limits
+        return BacklogLimits(
+            nacked_rows_max=limits.nacked_rows_per_subscription_max,
+            dead_letters_max=limits.dead_letters_per_subscription_max,
         )

@@ -57,6 +57,8 @@ TOPICS_A_STEP = 200
 class ServedShard:
     """An owned shard. Calls `lost` once with the error that ended it. `close` ends everything in it.
 
+    `check_topics` raises QuotaExceeded if no further topic may be created.
+
     Until the claim is settled this owner is not alone. A former owner that was paused may wake and deliver rows from
     its memory, until it has gone for 15 s without a confirmation. Meanwhile acknowledgements and requests that drop
     rows are not answered, cancellations and reschedules are not decided, and no row is delivered by key.
@@ -73,6 +75,7 @@ class ServedShard:
         tail_bound: TailBound,
         environment: Environment,
         *,
+        check_topics: Callable[[], None],
         lost: Callable[[int, BaseException], None],
         deletions_changed: Callable[[ShardDeletions], None],
     ) -> None:
@@ -93,6 +96,7 @@ class ServedShard:
         if claim.settled:
             self._alone.set_result(None)
         self.is_alone = claim.settled
+        self._check_topics = check_topics
         self._lost = lost
         self._by_id: dict[str, ServedTopic] = {}
         self._releasing = False
@@ -386,6 +390,7 @@ class ServedShard:
             now_ms=self._environment.clock.now_ms(),
             cache=self._cache,
             ready_rows_max=self._environment.config.delivery.ready_rows_max,
+            backlog_limits=self._environment.backlog_limits,
         )
 
     def _loaded(self, loaded: LoadedTopic) -> None:
@@ -430,6 +435,15 @@ class ServedShard:
                 return None
         return topic
 
+    @property
+    def topics_known(self) -> int:
+        """The number of topics that exist or are being created, loaded or not.
+
+        While a shard is taken over, deleted topics count until they are read.
+        """
+        coming = sum(name not in self.topics for name in self._births)
+        return len(self.topics) + coming + self.loading.unserved
+
     async def settings_of(self, topic: str) -> TopicSettings | None:
         """Return the settings in force for a topic, or None if it does not exist. Raises as `topic`."""
         served = await self.topic(topic)
@@ -440,13 +454,17 @@ class ServedShard:
         return RequestEffects(functools.partial(self.begin_reload, name))
 
     async def topic_to_write(self, name: str, effects: RequestEffects) -> ServedTopic:
-        """Return the topic, created if it does not exist: its first manifest is committed before any slot names it."""
+        """Return the topic, created if it does not exist: its first manifest is committed before any slot names it.
+
+        Raises QuotaExceeded if it would be one too many.
+        """
         topic = await self.topic(name)
         if topic is not None:
             return topic
         self.slots.check_accepting()
         birth = self._births.get(name)
         if birth is None:
+            self._check_topics()
             birth = self._births[name] = asyncio.ensure_future(self._create_topic(name))
             birth.add_done_callback(functools.partial(self._birth_ended, name))
         try:

@@ -104,7 +104,8 @@ class TopicChanges:
         """Drop rows of the topic or of one subscription; if `ranges` is None, all of them. Raises NotFound.
 
         Works in portions; requests pass between them, and the rows that these add stay. With `dead_letter` rows that
-        the subscription is owed become dead letters, but only some of them if they are many.
+        the subscription is owed become dead letters, but only some of them if they are many, or if there is no room for
+        more. Raises QuotaExceeded if there is no room for the first portion.
         """
         state = None if subscription is None else topic.subscription(subscription)
         portions = topic.core.trim(ranges, None if state is None else state.subscription_id, dead_letter=dead_letter)
@@ -112,7 +113,14 @@ class TopicChanges:
         with self._shard.effects_on(topic.core.name) as effects:
             with contextlib.closing(portions):
                 while more and not (dead_letter and rows > _ENOUGH_DEAD_LETTERS):
-                    dropped = await topic.gate.change(lambda: self._drop(topic, state, portions, dead_letter, effects))
+                    try:
+                        dropped = await topic.gate.change(
+                            lambda: self._drop(topic, state, portions, dead_letter, effects)
+                        )
+                    except QuotaExceeded:
+                        if not rows:
+                            raise
+                        break
                     rows, more = rows + (dropped or 0), dropped is not None
             # A former owner may deliver dropped rows.
             await self._shard.alone()
@@ -138,6 +146,7 @@ class TopicChanges:
                 return None
             slots = departure.slots()
             if state is not None and dead_letter:
+                state.check_dead_letters(departure.rows)
                 now_ms = self._environment.clock.now_ms()
                 slots = topic.core.dead_lettering.stage_trimmed(state, departure, now_ms=now_ms)
             for records in slots:
@@ -268,8 +277,12 @@ class TopicChanges:
     ) -> SubscriptionCreated:
         """Create the subscription, and the topic if it is new; if repeated, return the existing one.
 
-        Raises AlreadyExists if it exists with another policy, or other properties.
+        Raises AlreadyExists if it exists with another policy, or other properties; QuotaExceeded.
         """
+        if properties and name not in self._shard.topics:
+            # A refused subscription creates no topic.
+            body = stored_topic.encode_properties({1: properties})
+            topic_settings.check_topic_properties(name, len(body), stored_bytes=0)
         with self._shard.effects_on(name) as effects:
             topic = await self._shard.topic_to_write(name, effects)
             created = await topic.gate.change(
@@ -395,6 +408,7 @@ class TopicChanges:
         """Return the object with the properties of all subscriptions, or None if there are none.
 
         `properties` are those of one subscription. The object exists: the manifest names it, or it is written now.
+        Raises QuotaExceeded if it would be too large, or properties are changed too often. They may always leave.
         """
         before = {state.subscription_id: state.properties for state in topic.core.subscriptions.values()}
         manifests, environment = topic.manifests, self._environment
@@ -403,12 +417,21 @@ class TopicChanges:
         after = {number: named for number, named in {**before, subscription_id: properties}.items() if named}
         if not after:
             return None
+        if properties:
+            prefix = names.properties_prefix(manifests.shard, topic.core.topic_id)
+            replaced = [each for each in manifests.manifest.tombstones if each.object.name.startswith(prefix)]
+            topic_settings.check_replaced_properties(
+                topic.core.name, [each.delete_after_ms for each in replaced], now_ms=environment.clock.now_ms()
+            )
+        body = await environment.run(lambda: stored_topic.encode_properties(after))
+        stored = manifests.manifest.properties_object
+        topic_settings.check_topic_properties(
+            topic.core.name, len(body), stored_bytes=0 if stored is None else stored.size_bytes
+        )
         base = manifests.number
         key = names.properties_key(manifests.shard, topic.core.topic_id, base, environment.new_id())
         return await backoff.until_answered(
-            lambda: environment.run(
-                lambda: stored_topic.write_properties(environment.store, after, key=key, base=base)
-            ),
+            lambda: environment.run(lambda: stored_topic.write_properties(environment.store, body, key=key, base=base)),
             failed=lambda error: environment.waits_for_store("properties cannot be written", key, error),
             waiting=environment,
         )

@@ -154,9 +154,14 @@ class TopicLoading:
     # ---- requests
 
     @property
+    def unserved(self) -> int:
+        """The number of known topics that are not loaded, for any reason."""
+        return sum(map(len, self._known))
+
+    @property
     def left(self) -> int:
         """The number of known topics that are neither loaded nor refused as damaged or failed."""
-        return sum(map(len, self._known)) - len(self.damaged.keys() | self.failing.keys())
+        return self.unserved - len(self.damaged.keys() | self.failing.keys())
 
     def carried(self) -> tuple[TopicPart, ...]:
         """Return the parts of a checkpoint of now for the topics that are not loaded."""

@@ -266,15 +266,17 @@ def read_properties(store: object_store.ObjectStore, reference: ObjectReference)
     return {each.subscription_id: each.properties for each in stored.subscriptions}
 
 
-def write_properties(
-    store: object_store.ObjectStore, properties: PropertiesById, *, key: str, base: int
-) -> ObjectReference:
-    """Put the object. May be repeated: it is the same."""
+def encode_properties(properties: PropertiesById) -> bytes:
+    """Return the body of the object with the properties of a topic's subscriptions. O(n): runs in an executor."""
     of_subscriptions = (
         manifest.SubscriptionProperties(subscription_id=number, properties=named)
         for number, named in sorted(properties.items())
     )
-    body = manifest.encode_properties(manifest.Properties(subscriptions=tuple(of_subscriptions)))
+    return manifest.encode_properties(manifest.Properties(subscriptions=tuple(of_subscriptions)))
+
+
+def write_properties(store: object_store.ObjectStore, body: bytes, *, key: str, base: int) -> ObjectReference:
+    """Put the object. May be repeated: it is the same."""
     crash_point("properties.before_put")
     store.put(key, body)
     crash_point("properties.after_put")

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from daemon.call_values import Nack, NackOutcome
 from daemon.core import limits
@@ -28,7 +28,7 @@ from daemon.core.decisions.nack_decisions import NackBatch, RedeliveryTerms
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.index import SeenRows
 from daemon.core.index.position_keys import KeyedRows
-from daemon.errors import InvalidArgument, InvariantViolated, TarryError, Unavailable
+from daemon.errors import InvalidArgument, InvariantViolated, QuotaExceeded, TarryError, Unavailable
 from daemon.group_commit.request_effects import RequestEffects
 from daemon.group_commit.shard_slots import STALL_ANSWER_S
 from daemon.runtime.environment import Environment
@@ -313,12 +313,27 @@ class NackRequests:
         if batch.positions.batch_index is not None or is_forwarded:
             # The positions may get rows of their own.
             topic.check_room()
-        records, left = redelivery.stage(state, batch, self.terms(state))
+        self._check_limits(state, batch)
+        terms = self.terms(state)
+        records, left = redelivery.stage(state, batch, terms)
+        spared_rows = terms.spared_rows(records)
         topic.take_back(state)
         slot = slots.stage(*records, awaited=awaited) if records else None
         # There may be room IN_FLIGHT again.
         topic.notify(state)
-        return self._decide_rest(state, batch, left, records, slot, is_forwarded=is_forwarded, awaited=awaited)
+        return self._decide_rest(
+            state, batch, left, records, slot, spared_rows=spared_rows, is_forwarded=is_forwarded, awaited=awaited
+        )
+
+    def _check_limits(self, state: SubscriptionState, batch: NackBatch) -> None:
+        """Raise QuotaExceeded if there is no room for what the positions become."""
+        topic = self._topic
+        try:
+            topic.core.redelivery.check_room(state, batch)
+        except QuotaExceeded:
+            limit: Literal["dead_letters", "nacked"] = "dead_letters" if batch.reject else "nacked"
+            self._environment.metrics.quota_refused(topic.core.name, limit)
+            raise
 
     async def _decide_rest(
         self,
@@ -328,12 +343,13 @@ class NackRequests:
         records: tuple[Record, ...],
         slot: asyncio.Future[int] | None,
         *,
+        spared_rows: int,
         is_forwarded: bool,
         awaited: bool,
     ) -> NackOutcome:
         """Look in the backlog for `left`, positions that no dispatcher holds.
 
-        `records` and `slot` are those of the others.
+        `records` and `slot` are those of the others, of which `spared_rows` are no dead letters for want of room.
         """
         topic, redelivery, slots = self._topic, self._topic.core.redelivery, self._topic.slots
         ignored = Ignored.nothing()
@@ -342,7 +358,11 @@ class NackRequests:
                 found = await self._acks.find(
                     state, redelivery.positions_to_find(state, left), left.positions, is_forwarded=is_forwarded
                 )
-                found_records, ignored = redelivery.stage_found(state, left, found, self.terms(state))
+                # Others may have taken the room meanwhile.
+                self._check_limits(state, left)
+                terms = self.terms(state)
+                found_records, ignored = redelivery.stage_found(state, left, found, terms)
+                spared_rows += terms.spared_rows(found_records)
                 topic.take_back(state)
                 if found_records:
                     slot = slots.stage(*found_records, awaited=awaited, effects=effects)
@@ -350,7 +370,7 @@ class NackRequests:
             if slot is not None:
                 await asyncio.shield(slot)
             await self._acks.answerable(ignored)
-        outcome = NackOutcome(ignored, self._count_dead_letters(records))
+        outcome = NackOutcome(ignored, self._count_dead_letters(records, spared_rows))
         self._environment.metrics.nacked(
             topic.core.name,
             nacked=len(batch.positions) - len(ignored) - outcome.dead_lettered,
@@ -396,6 +416,12 @@ class NackRequests:
             delays=delays,
             max_count=policy.max_redeliver_count,
             precision_bits=environment.config.redelivery.nack_precision_bits if bits is None else bits,
+            longest_ms=lambda: redelivery_policy.longest_ms(
+                redelivery,
+                policy.max_redeliver_count or 0,
+                settings.levels,
+                delay_max_ms=settings.request_limits.delay_max_ms,
+            ),
         )
 
     # ---- ack time-outs
@@ -447,7 +473,9 @@ class NackRequests:
             return False
         slots.check_accepting()
         before_ms = self._environment.elapsed_ms() - timeout_ms
-        records = topic.core.redelivery.stage_overdue(state, before_ms, self.terms(state), limit=topic.pace.rows)
+        terms = self.terms(state)
+        records = topic.core.redelivery.stage_overdue(state, before_ms, terms, limit=topic.pace.rows)
+        spared_rows = terms.spared_rows(records)
         topic.take_back(state)
         if not records:
             return False
@@ -456,11 +484,15 @@ class NackRequests:
         await asyncio.shield(slot)
         rows = [len(record.rows) for record in records if isinstance(record, NackRecord | DeadLetterRecord)]
         self._environment.metrics.ack_timed_out(topic.core.name, rows=sum(rows))
-        self._count_dead_letters(records)
+        self._count_dead_letters(records, spared_rows)
         return True
 
-    def _count_dead_letters(self, records: Sequence[Record]) -> int:
-        """Count positions that became dead letters in the metrics; return how many."""
+    def _count_dead_letters(self, records: Sequence[Record], spared_rows: int) -> int:
+        """Count in the metrics which positions became dead letters, and for how many there was no room.
+
+        Returns how many became dead letters.
+        """
+        self._environment.metrics.dead_letters_full(self._topic.core.name, rows=spared_rows)
         dead_rows = 0
         for record in records:
             if isinstance(record, DeadLetterRecord):

@@ -8,6 +8,7 @@ subscription's policy are where they apply (`daemon.core.decisions.subscription_
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from daemon.config import Config
@@ -17,7 +18,7 @@ from daemon.core.index.delay_levels import DelayLevels
 from daemon.core.index.mutable_bucket import SealLimits
 from daemon.core.limits import RequestLimits
 from daemon.core.quotas import QuotaLimits
-from daemon.errors import InvalidArgument
+from daemon.errors import InvalidArgument, QuotaExceeded
 from daemon.runtime import due_loop
 from daemon.runtime.environment import Environment
 from storage_backends import storage_settings
@@ -50,6 +51,11 @@ NACK_BLOCK_MAX_MS = 12 * 3_600_000
 PROPERTIES_MAX = 64
 PROPERTY_NAME_MAX_BYTES = 128
 PROPERTY_VALUE_MAX_BYTES = 1024
+# Bytes of the object with the properties of all subscriptions of a topic: a change of one writes it again as a whole.
+TOPIC_PROPERTIES_MAX_BYTES = 64 << 10
+# Former such objects that wait for their deletion: each manifest of the topic names them all.
+REPLACED_PROPERTIES_MAX = 1_000
+REPLACED_RETRY_LEAST_MS = 1_000
 
 # Field of a topic's policy -> its least and its largest value
 _TOPIC_LIMITS = {
@@ -204,6 +210,35 @@ def check_properties(properties: NamedValues) -> None:
     for name, value in properties:
         _check_text("a name", name, 1, PROPERTY_NAME_MAX_BYTES)
         _check_text(f"the value of {name!r}", value, 0, PROPERTY_VALUE_MAX_BYTES)
+
+
+def check_topic_properties(topic: str, size_bytes: int, *, stored_bytes: int) -> None:
+    """Check the size of the object with a topic's properties. Raise QuotaExceeded if it is too large.
+
+    `stored_bytes` is the size of the object that it replaces: one of an earlier version may be larger than the limit,
+    and may shrink.
+    """
+    if size_bytes > max(TOPIC_PROPERTIES_MAX_BYTES, stored_bytes):
+        raise QuotaExceeded(
+            f"topic {topic}: the properties of its subscriptions would take {size_bytes} bytes; they may take "
+            f"{TOPIC_PROPERTIES_MAX_BYTES} together, and take {stored_bytes} now. Shorten or remove properties of this "
+            "subscription or of others",
+            retry_after_ms=None,
+        )
+
+
+def check_replaced_properties(topic: str, delete_after_ms: Sequence[int], *, now_ms: int) -> None:
+    """Raise QuotaExceeded if too many former objects with a topic's properties wait for their deletion.
+
+    `delete_after_ms` are the times from which they may be deleted (Unix ms).
+    """
+    replaced = len(delete_after_ms)
+    if replaced >= REPLACED_PROPERTIES_MAX:
+        raise QuotaExceeded(
+            f"topic {topic}: the properties of its subscriptions were changed {replaced} times within "
+            f"collection.grace_s; they may be changed {REPLACED_PROPERTIES_MAX} times. Change them less often",
+            retry_after_ms=max(REPLACED_RETRY_LEAST_MS, min(delete_after_ms) - now_ms),
+        )
 
 
 def _check_key_shared(policy: KeySharedPolicy) -> None:

@@ -32,6 +32,7 @@ def numbers(topic: str, *, pending: int = 1, oldest_due_age_s: float = 0.0) -> m
         leased=8,
         nacked=10,
         dead_letters=11,
+        dead_letters_full=1,
         rebuild_needed=9,
         key_shared_consumers=13,
         key_shared_waiting=14,
@@ -88,6 +89,7 @@ def used() -> metrics.Metrics:
     everything.event_loop_paused(0.004)
     everything.clock_stepped("back")
     everything.quota_refused("t", "pending")
+    everything.dead_letters_full("t", rows=3)
     everything.set_store_clock_skew(-0.5)
     everything.collect_store_probe_from(lambda: True)
     everything.recovered(seconds=0.2, rows_replayed=100)
@@ -122,6 +124,8 @@ def test_events_are_counted() -> None:
     assert sample("tarry_dead_lettered_rows_total", {"topic": "t", "reason": "too_often"}) == 4
     assert sample("tarry_dead_lettered_rows_total", {"topic": "t", "reason": "rejected"}) == 2
     assert sample("tarry_dead_lettered_rows_total", {"topic": "t", "reason": "trimmed"}) == 1
+    assert sample("tarry_dead_letters_full_rows_total", {"topic": "t"}) == 3
+    assert sample("tarry_dead_letters_full", {"topic": "t"}) == 1
     assert sample("tarry_dead_letter_replayed_rows_total", {"topic": "t"}) == 3
     assert sample("tarry_dead_letter_purged_rows_total", {"topic": "t"}) == 1
     for outcome, rows in (("sent", 4), ("held", 2)):

@@ -26,8 +26,8 @@ def properties_are_written_after_the_manifest_that_names_them(patch: pytest.Monk
         def put(self, key: str, body: bytes) -> None:
             late.append((key, body))
 
-    def unwritten(store: Any, properties: Any, *, key: str, base: int) -> Any:
-        return write(Later(), properties, key=key, base=base)  # type: ignore[arg-type]
+    def unwritten(store: Any, body: Any, *, key: str, base: int) -> Any:
+        return write(Later(), body, key=key, base=base)  # type: ignore[arg-type]
 
     async def then_written(self: TopicChanges, *arguments: Any) -> None:
         await set_subscriptions(self, *arguments)

@@ -219,6 +219,34 @@ def a_late_nack_hits_a_newer_hand_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(nack_decisions, "_take_in_flight", any_hand_out)
 
 
+def dead_letters_have_no_limit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SubscriptionState, "dead_letter_room", property(lambda state: 1 << 62))
+
+
+def staged_dead_letters_take_no_room(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SubscriptionState, "_dead_letter_rows", property(lambda state: len(state.dead_letters)))
+
+
+def a_checkpoint_forgets_which_rows_no_add_has_brought(patch: pytest.MonkeyPatch) -> None:
+    restore = nack_decisions.NackDecisions.restore
+
+    def restored(self: nack_decisions.NackDecisions, subscription_id: int, *arguments: Any) -> None:
+        restore(self, subscription_id, *arguments)
+        state = self._subscriptions[subscription_id]
+        state.drop_own_nacked(state._own_nacked.copy())
+
+    patch.setattr(nack_decisions.NackDecisions, "restore", restored)
+
+
+# Nothing is wrong, much comes back, and there is little room for what is given up.
+FULL = Directed(
+    daemons=1,
+    weights={},
+    chaos_s=20.0,
+    nacks=0.9,
+    settings=("limits.dead_letters_per_subscription_max=2", "limits.nacked_rows_per_subscription_max=6"),
+)
+FULL_AND_SLOW = dataclasses.replace(FULL, slow_kind=JOURNAL)
 # The owner is killed again and again, soon after it decided; checkpoints are frequent.
 KILLED = Directed(
     tuple(Trouble("kill", "put_if_absent", JOURNAL, nth, False, 0.3) for nth in (20, 40, 60)),
@@ -263,5 +291,8 @@ BUGS = (
     Bug("dead letters", a_seal_forgets_dead_letters, SELDOM, seed=1),
     Bug("dead letters", ids_of_dead_letters_are_given_again, KILLED, seed=4),
     Bug("dead letters", a_replay_leaves_its_dead_letter, OFTEN, seed=2),
+    Bug("dead letters", dead_letters_have_no_limit, FULL, seed=2),
+    Bug("dead letters", staged_dead_letters_take_no_room, FULL_AND_SLOW, seed=8),
+    Bug("nacks", a_checkpoint_forgets_which_rows_no_add_has_brought, KILLED, seed=4),
     Bug("delay levels", delay_levels_are_lost_with_a_seal_or_checkpoint, KILLED, seed=9),
 )

@@ -51,13 +51,21 @@ POLICIES = (
     RedeliveryPolicy(kind=RedeliveryKind.LIST, delays_ms=(50, 2_000, 400)),
     RedeliveryPolicy(kind=RedeliveryKind.LADDER),
 )
+# In runs of so many seeds a subscription may have few dead letters, and few rows for positions that nobody added.
+SEEDS_A_LIMIT = 4
 TEXTS = ("", "no", "cannot be read: \N{SNOWMAN}")
 
 
 def settings_of(seed: int) -> tuple[str, ...]:
     """How the daemons of a run are configured."""
     draw = random.Random(f"redelivery {seed}")
+    limited = random.Random(f"limits of redelivery {seed}")
+    limits = (
+        f"limits.nacked_rows_per_subscription_max={limited.choice((2, 5, 1_000))}",
+        f"limits.dead_letters_per_subscription_max={limited.choice((1, 4))}",
+    )
     return (
+        *(limits if limited.randrange(SEEDS_A_LIMIT) == 0 else ()),
         f"redelivery.delay_ms={draw.choice((0, 700, 5_000))}",
         f"redelivery.nack_precision_bits={draw.choice((0, 4, 8, 11))}",
         f"redelivery.delay_levels={draw.choice(TABLES)}",

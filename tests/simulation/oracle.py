@@ -14,7 +14,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 
-from daemon.settings import DeletionSettings
+from daemon.settings import DeletionSettings, LimitsSettings
 from storage_backends.formats import index_ids, manifest, names, slot_format
 from storage_backends.formats.row_columns import Rows
 from storage_backends.memory_store import MemoryStore
@@ -159,7 +159,9 @@ def everything(position: Position) -> bool:
 class Oracle:
     """Fed by the store in which everything lands."""
 
-    def __init__(self, history: History, now_s: Callable[[], float], deletion: DeletionSettings) -> None:
+    def __init__(
+        self, history: History, now_s: Callable[[], float], deletion: DeletionSettings, limits: LimitsSettings
+    ) -> None:
         self.now_s = now_s
         self.shard_deletions: dict[int, ShardDeletions] = {}
         """By shard, what its slots say of deletions of ledgers."""
@@ -180,7 +182,7 @@ class Oracle:
         self.latest_ms: Callable[[], int] = lambda: 0
         """The latest time that a wall clock of any daemon has shown."""
         self._history = history
-        self._redeliveries = RedeliveryTruth(self, history.breach)
+        self._redeliveries = RedeliveryTruth(self, history.breach, limits)
         # By log, the sections of its last slot: shards and their slots. One slot is under way at a time.
         self._under_way: dict[str, list[tuple[int, int]]] = {}
         self._by_name: dict[str, TopicTruth] = {}

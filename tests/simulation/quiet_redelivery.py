@@ -38,6 +38,7 @@ def compare(truth: TopicTruth, core: TopicState, oracle: Oracle, passed: Set[Pos
         state = core.subscriptions[number]
         _compare_waiting(truth, core, state, oracle.latest_ms(), breach)
         _compare_counts(truth, core, state, breach)
+        _compare_limits(truth, state, breach)
         ended = truth.redeliveries.ended
         for position, row in truth.rows.items():
             slot, count = ended.get((number, entry_of(position)), (0, 0))
@@ -104,6 +105,17 @@ def _compare_counts(truth: TopicTruth, core: TopicState, state: SubscriptionStat
                 should_be = nacked[position].count if position in nacked else 0
                 if count != should_be:
                     breach(f"{position} counts {count} in memory, and is {nacked.get(position)}")
+
+
+def _compare_limits(truth: TopicTruth, state: SubscriptionState, breach: Breach) -> None:
+    number = state.subscription_id
+    own = [position for position in _nacked(truth, number) if owner_of(position)]
+    if state.own_nacked_rows != len(own):
+        breach(f"subscription {number}: {state.own_nacked_rows} own rows are negatively acknowledged, and are {own}")
+    for subscription_id, slot, letters_max in truth.redeliveries.spared:
+        letters = truth.redeliveries.letters_about(number, slot)
+        if subscription_id == number and letters < letters_max:
+            breach(f"subscription {number} gives up nothing in slot {slot}, and has {letters} dead letters")
 
 
 def _positions(core: TopicState, bucket: Bucket) -> list[Position]:

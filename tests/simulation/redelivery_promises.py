@@ -270,6 +270,10 @@ class RedeliveryPromises:
         delays = self._delays_by_policy(policy, nacked.count)
         if nack.delays_ms is not None:
             delays = nack.delays_ms[place], NEVER_MS if nack.at_least else nack.delays_ms[place]
+        if policy.max_redeliver_count is not None and nacked.count > policy.max_redeliver_count:
+            # The dead letters were full.
+            longest = self._longest_by_policy(policy)
+            delays = max(delays[0], longest[0]), max(delays[1], longest[1])
         bits = policy.nack_precision_bits
         bits = self._default.nack_precision_bits if bits is None else bits
         # The clock may have been set back meanwhile, at once after it was sent.
@@ -277,6 +281,16 @@ class RedeliveryPromises:
         least_ms = max(row.deliver_at_ms, min(nack.sent_ms, set_back_ms) + delays[0])
         most_ms = max(row.deliver_at_ms, daemon.latest_ms() + delays[1]) + (1 << bits) - 1
         return least_ms <= nacked.redeliver_at_ms <= most_ms and nacked.redeliver_at_ms % (1 << bits) == 0
+
+    def _longest_by_policy(self, policy: SubscriptionPolicy) -> tuple[int, int]:
+        """The longest delay, from and to: a ladder's is that of the delay levels in force."""
+        redelivery = policy.redelivery
+        if redelivery is None or redelivery.kind is RedeliveryKind.CONSTANT:
+            return self._delays_by_policy(policy, 1)
+        if redelivery.kind is RedeliveryKind.LADDER:
+            return 0, NEVER_MS
+        longest_ms = redelivery.max_ms or max(redelivery.delays_ms)
+        return longest_ms, longest_ms
 
     def _delays_by_policy(self, policy: SubscriptionPolicy, count: int) -> tuple[int, int]:
         """The shortest and the longest."""

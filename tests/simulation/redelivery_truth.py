@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
+from daemon.settings import LimitsSettings
 from storage_backends.formats.manifest import SubscriptionPolicy
 from storage_backends.formats.slot_format import (
     DeadLetterReason,
@@ -33,6 +34,9 @@ RedeliveryRecord: TypeAlias = NackRecord | DeadLetterRecord | ReplayRecord | Pur
 
 # Two sums of times may differ by as much.
 ROUNDING_S = 0.002
+
+# So many policies of a subscription may have been in force when something that lands was decided.
+LATEST_POLICIES = 3
 
 # What a request names: of which subscription, ledger and entry, batch index.
 Asked = tuple[str, Position, int]
@@ -89,7 +93,8 @@ class Redeliveries:
     redelivery counts; `rejected`: those that a request rejected. `dead_letters`: by subscription and id; `left`: the
     slots in which those that are no more left. `died`: by subscription and position, the slot of the last dead letter;
     `ended`: of an entry that left as a whole, and up to which count messages of it left with it for certain.
-    `policies`: every one that a subscription has had. `leaving`: see there.
+    `policies`: every one that a subscription has had. `leaving`: see there. `spared`: what was to die by the
+    policies and came back (subscription, slot, how many dead letters there might be).
     """
 
     asked: collections.Counter[Asked] = dataclasses.field(default_factory=collections.Counter)
@@ -104,6 +109,15 @@ class Redeliveries:
     policies: dict[int, list[SubscriptionPolicy]] = dataclasses.field(default_factory=dict)
     leaving: dict[int, Leaving] = dataclasses.field(default_factory=dict)
     numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    spared: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
+
+    def letters_about(self, subscription_id: int, slot: int) -> int:
+        """How many dead letters there were when what is in the slot was decided, or left in the slots before it."""
+        there = self.dead_letters.get(subscription_id, {}).values()
+        left = (
+            each for (number, _), (gone, each) in self.left.items() if number == subscription_id and gone > slot - 4
+        )
+        return sum(each.slot <= slot for each in itertools.chain(there, left))
 
     def timeout_ms(self, subscription_id: int) -> int | None:
         """The shortest ack time-out that has ever been in force."""
@@ -129,9 +143,10 @@ class Redeliveries:
 class RedeliveryTruth:
     """Applies the records of redeliveries, each row by itself. `breach`: a rule was broken."""
 
-    def __init__(self, oracle: Oracle, breach: Callable[[str], None]) -> None:
+    def __init__(self, oracle: Oracle, breach: Callable[[str], None], limits: LimitsSettings) -> None:
         self._oracle = oracle
         self._breach = breach
+        self._dead_letters_max = limits.dead_letters_per_subscription_max
 
     def landed(self, topic: TopicTruth, header: SlotHeader, record: RedeliveryRecord) -> None:
         """Of a subscription that is there."""
@@ -186,6 +201,10 @@ class RedeliveryTruth:
         if count > (base if before is None else before.count):
             self._check_who(topic, number, position, row, what)
         row.nacked[number] = Nacked(redeliver_at_ms, count, times, header.slot, header.epoch)
+        # One may have landed while the slot was under way, and another before its daemon knew it.
+        latest = topic.redeliveries.policies.get(number, ())[-LATEST_POLICIES:]
+        if latest and all(each.max_redeliver_count is not None and count > each.max_redeliver_count for each in latest):
+            topic.redeliveries.spared.append((number, header.slot, self._dead_letters_max))
 
     def _check_count(
         self,
@@ -268,7 +287,10 @@ class RedeliveryTruth:
             record.text,
             header.slot,
         )
-        known.dead_letters.setdefault(number, {})[dead_letter_id] = letter
+        letters = known.dead_letters.setdefault(number, {})
+        letters[dead_letter_id] = letter
+        if len(letters) > self._dead_letters_max:
+            self._breach(f"{what}: there are {len(letters)}, and may be {self._dead_letters_max}")
         if record.reason is not DeadLetterReason.TRIMMED:
             known.died[number, position] = header.slot
             self._oracle.acknowledged(topic, header.slot, number, position, deliver_at_ms, died=True)

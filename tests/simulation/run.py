@@ -161,7 +161,8 @@ async def _run(seed: int, everything: bool, directed: Directed) -> tuple[History
     history.on_breach = broken.set
     draw = random.Random(f"run {seed}")
     settings = (*settings_of(draw), *nacking.settings_of(seed), *owning.settings_of(seed), *directed.settings)
-    oracle = Oracle(history, loop.time, config.load(environment={}, overrides=settings).deletion)
+    configured = config.load(environment={}, overrides=settings)
+    oracle = Oracle(history, loop.time, configured.deletion, configured.limits)
     owners = owning.has_owners(seed) if directed.owners is None else directed.owners
     oracle.objects.properties.given = (
         given_properties.are_given(seed) if directed.properties is None else directed.properties

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from daemon.call_values import Trimmed
 from daemon.core.decisions.departures import LedgerRanges
 from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleBatch, RescheduleOutcome
 from daemon.core.index.containment import EntryRanges
@@ -469,7 +470,9 @@ class Clients:
     async def _remove(self, daemon: Daemon, removal: Removal, work: Callable[[], Coroutine[Any, Any, object]]) -> None:
         sent = self._promises.sending(daemon, removal.topic)
         answer = await self.removing(daemon, removal, work)
-        if answer is not None and removal.positions is not None:
+        # With dead letters there may have been room for a part of it only.
+        partly = answer is not None and isinstance(answer[0], Trimmed) and answer[0].more
+        if answer is not None and removal.positions is not None and not partly:
             self._history.note(f"{daemon.name} removed {removal.topic} {removal.subscription} -> {answer[0]}")
             self._promises.trim_answered(sent, removal.positions, removal.subscription)
 

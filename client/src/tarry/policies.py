@@ -197,7 +197,9 @@ class SubscriptionPolicy:
     lease_ms: int | None = None
     """Lease of a `get` that names none; 1 ms to 12 hours"""
     properties: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Free for the user: at most 64, with names of at most 128 bytes and values of at most 1,024 bytes"""
+    """Free for the user: at most 64, with names of at most 128 bytes and values of at most 1,024 bytes, and 64 KiB for
+    a whole topic
+    """
     redelivery: redelivery.RedeliveryPolicy | None = None
     """Delay of a negatively acknowledged position that names none"""
     max_redeliver_count: int | None = None

@@ -49,6 +49,8 @@ class DeadLetterDecisions:
         """Make dead letters of positions of an index. `counts` are their redelivery counts."""
         first = state.last_dead_letter_id + 1
         state.last_dead_letter_id += len(rows)
+        ids = np.arange(first, first + len(rows), dtype=np.uint64)
+        state.dead_letters_coming |= bitmap_of(ids)
         return DeadLetterRecord(
             self._topic_id,
             self._incarnation,
@@ -56,7 +58,7 @@ class DeadLetterDecisions:
             index_id,
             rows,
             counts,
-            np.arange(first, first + len(rows), dtype=np.uint64),
+            ids,
             np.full(len(rows), now_ms, np.uint64),
             reason,
             text,
@@ -161,6 +163,7 @@ class DeadLetterDecisions:
                 texts=("", record.text) if record.text else ("",),
             )
         )
+        state.dead_letters_coming -= bitmap_of(record.dead_letter_id)
         state.last_dead_letter_id = max(state.last_dead_letter_id, int(record.dead_letter_id.max()))
 
     def replayed(self, record: ReplayRecord, slot: int, *, elapsed_ms: int) -> None:

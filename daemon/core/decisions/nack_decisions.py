@@ -6,6 +6,7 @@ Each position is redelivered later, or becomes a dead letter. `nack_tracker` and
     IN_FLIGHT, READY -(nack)-> staged, held by none -(its slot is applied)-> NACKED -(it is due)-> READY
     NACKED -(nack)-> NACKED at the new time, not counted again: so a request may be repeated
     counted more often than the policy allows, or rejected -> a dead letter: acknowledged, and kept in a list
+    counted more often, and the dead letters are full -> NACKED, at the longest delay of the policy
 
 A request names deliveries by their redelivery counts, or any delivery:
 
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from pyroaring import BitMap64
@@ -110,13 +111,15 @@ class _NackOptions:
     def take(self, chosen: Mask) -> _NackOptions:
         return self if self.delay_ms is None else dataclasses.replace(self, delay_ms=self.delay_ms[chosen])
 
-    def are_dead(self, counts: U32, max_count: int | None) -> Mask:
-        """Return the mask of positions that become dead letters. `counts` include this time."""
+    def are_dead(self, counts: U32, terms: RedeliveryTerms, room: int) -> Mask:
+        """Return the mask of positions that become dead letters, at most `room` unless they are rejected.
+
+        `counts` include this time.
+        """
         if self.reject:
             return np.ones(len(counts), np.bool_)
-        if max_count is None:
-            return np.zeros(len(counts), np.bool_)
-        return counts > np.uint32(max_count)
+        dead = terms.are_too_often(counts)
+        return dead & (np.cumsum(dead) <= room) if dead.any() else dead
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,13 +127,28 @@ class RedeliveryTerms:
     """The current terms of a subscription's redeliveries.
 
     `delays` maps counts, including this time, to delays (ms). A count above `max_count` makes a dead letter; None means
-    never. For `precision_bits` see `rounded_up`.
+    never. `longest_ms` returns the delay of those that the dead letters have no room for. For `precision_bits` see
+    `rounded_up`.
     """
 
     now_ms: int
     delays: Callable[[U32], U64]
     max_count: int | None
     precision_bits: int
+    longest_ms: Callable[[], int] = lambda: 0
+
+    def are_too_often(self, counts: U32) -> Mask:
+        """Return the mask of counts above `max_count`."""
+        if self.max_count is None:
+            return np.zeros(len(counts), np.bool_)
+        return counts > np.uint32(self.max_count)
+
+    def spared_rows(self, records: Iterable[Record]) -> int:
+        """Return how many positions the records make NACKED because the dead letters have no room for them."""
+        if self.max_count is None:
+            return 0
+        nacked = (record.redelivery_count for record in records if isinstance(record, NackRecord))
+        return sum(int(np.count_nonzero(self.are_too_often(counts))) for counts in nacked)
 
 
 class NackDecisions:
@@ -179,6 +197,23 @@ class NackDecisions:
             if index.of_batch_parts and state.nacking.intersect(_parts_of(index, positions)):
                 return True
         return False
+
+    def check_room(self, state: SubscriptionState, nack: NackBatch) -> None:
+        """Check that the positions fit into the limits of the subscription. Raise QuotaExceeded if not.
+
+        Call it before each stage. It counts positions that may yet be ignored, and only those that a decision may give
+        a row or make a dead letter.
+        """
+        if len(nack) <= (state.dead_letter_room if nack.reject else state.own_nacked_room):
+            return
+        entries, parts = nack.positions.entries(), nack.positions.are_parts()
+        owed = are_owed(self._indexes.of_entries(state.subscription_id), state, entries)
+        new_parts = self._are_new_parts(state, nack)
+        if nack.reject:
+            state.check_dead_letters(int(np.count_nonzero(nack.may_get_rows | owed | (parts & ~new_parts))))
+        else:
+            comes = nack.may_get_rows | owed
+            state.check_own_nacked(int(np.count_nonzero((new_parts & comes) | (~parts & nack.may_get_rows & ~owed))))
 
     def stage(
         self, state: SubscriptionState, nack: NackBatch, terms: RedeliveryTerms
@@ -270,9 +305,11 @@ class NackDecisions:
 
         Returns the records to journal in one slot. `before_ms` is by a clock that never steps. An entry with a message
         that is staged to get a row stays until that row exists: the message would not become a dead letter with the
-        entry.
+        entry. Planned positions, which would get a row, stay unless there is room for all.
         """
         staying = self._entries_of_staged_parts(state)
+        if state.key_shared is not None and len(state.key_shared.planned) > state.own_nacked_room:
+            staying = staying | state.key_shared.planned.keys
         rows = state.in_flight.take_since(before_ms, limit, staying=staying)
         records: list[Record] = []
         for index, part in self._indexes.parts_of(rows, state.subscription_id):
@@ -331,7 +368,7 @@ class NackDecisions:
             # An entry that becomes a dead letter by the same decision has taken its messages along.
             left = ~contained(rows.keys, state.acknowledging)
             rows, counts, how = rows.take(left), counts[left], how.take(left)
-        dead = how.are_dead(counts, terms.max_count)
+        dead = how.are_dead(counts, terms, state.dead_letter_room)
         if dead.any():
             dying = rows.take(dead)
             state.acknowledging |= bitmap_of(dying.keys)
@@ -366,7 +403,7 @@ class NackDecisions:
             state.key_shared.plans.got_rows(keyed)
         index.staged.add(keys)
         state.nacking |= keys
-        dead = how.are_dead(counts, terms.max_count)
+        dead = how.are_dead(counts, terms, state.dead_letter_room)
         if dead.any():
             yield from self._die(state, index, rows.take(dead), counts[dead], how, terms)
         if not dead.all():
@@ -385,7 +422,11 @@ class NackDecisions:
         *,
         added: bool = False,
     ) -> NackRecord:
+        if index is not self._indexes.shared:
+            state.note_own_nacked(bitmap_of(index.pages.find(rows.ledger_id, rows.entry_id)))
         delay_ms = terms.delays(counts) if how.delay_ms is None else how.delay_ms
+        if terms.max_count is not None and (spared := terms.are_too_often(counts)).any():
+            delay_ms = np.where(spared, np.maximum(delay_ms, np.uint64(terms.longest_ms())), delay_ms)
         # After the clock stepped back a row may not be due yet by it.
         wanted_ms = np.maximum(delay_ms + np.uint64(terms.now_ms), rows.deliver_at_ms)
         return NackRecord(
@@ -560,7 +601,10 @@ class NackDecisions:
             state.key_shared.settle(named)
         times_ms, counts = record.redeliver_at_ms, record.redelivery_count
         there = entitlement.owed_among(index, named, state.subscription_id)
+        if index is not self._indexes.shared:
+            state.note_own_nacked(there)
         if len(there) < len(rows):
+            state.drop_own_nacked(named - there)
             stays = contained(rows.keys, there)
             rows, times_ms, counts = rows.take(stays), times_ms[stays], counts[stays]
         if len(rows):
@@ -581,13 +625,12 @@ class NackDecisions:
         """Restore a cut, after the rows of the indexes, without rows that the subscription is not owed."""
         state = self._subscriptions[subscription_id]
         named = BitMap64.union(bitmap_of(nacked.keys), *planes)
-        owed = BitMap64.union(
-            BitMap64(),
-            *[
-                entitlement.owed_among(index, named, subscription_id)
-                for index in self._indexes.serving(subscription_id)
-            ],
-        )
+        owed = BitMap64()
+        for index in self._indexes.serving(subscription_id):
+            there = entitlement.owed_among(index, named, subscription_id)
+            owed |= there
+            if index is not self._indexes.shared:
+                state.note_own_nacked(there)
         stays = contained(nacked.keys, owed)
         if stays.any():
             state.nacks.add(nacked.take(stays), redeliver_at_ms[stays])

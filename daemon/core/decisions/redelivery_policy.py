@@ -44,6 +44,21 @@ def delays_ms(policy: RedeliveryPolicy, counts: U32, levels: DelayLevels, *, del
     return np.minimum(delays, np.uint64(delay_max_ms))
 
 
+def longest_ms(policy: RedeliveryPolicy, max_count: int, levels: DelayLevels, *, delay_max_ms: int) -> int:
+    """Return the longest delay of a policy (ms). One that grows without a maximum ends at the `max_count`-th time."""
+    match policy.kind:
+        case RedeliveryKind.LIST:
+            longest = max(policy.delays_ms)
+        case RedeliveryKind.LADDER:
+            longest = max(levels.delays_ms)
+        case RedeliveryKind.LINEAR | RedeliveryKind.EXPONENTIAL if policy.max_ms:
+            longest = policy.max_ms
+        case _:
+            counts = np.array([max(1, max_count)], np.uint32)
+            longest = int(delays_ms(policy, counts, levels, delay_max_ms=delay_max_ms, draw=np.zeros)[0])
+    return min(longest, delay_max_ms)
+
+
 def _most(policy: RedeliveryPolicy, delay_max_ms: int) -> int:
     return min(policy.max_ms or delay_max_ms, delay_max_ms)
 

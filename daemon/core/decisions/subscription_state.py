@@ -23,6 +23,7 @@ from collections.abc import Iterable
 import numpy as np
 from pyroaring import BitMap64
 
+from daemon.core import quotas
 from daemon.core.backlog.backlog_reader import BacklogReader
 from daemon.core.backlog.dead_letter_rows import DeadLetters
 from daemon.core.backlog.in_flight import InFlight
@@ -30,6 +31,7 @@ from daemon.core.backlog.nack_tracker import NackTracker
 from daemon.core.index.position_keys import FEW, KeyedRows, Mask, PagePlaces, bitmap_of, contained, keys_of
 from daemon.core.index.runs import earliest, first_time_ms
 from daemon.core.key_shared.key_share import KeyShared
+from daemon.core.limits import NO_BACKLOG_LIMITS, BacklogLimits
 from daemon.errors import InvariantViolated
 from storage_backends.formats.manifest import KeySharedPolicy, NamedValues, Subscription
 from storage_backends.formats.row_columns import U32, U64
@@ -129,14 +131,25 @@ class SubscriptionState:
     were ack time-outs since the last one that a client asked for. A time-out is a guess, so an acknowledgement of an
     earlier delivery still applies. It is in memory only.
 
-    `dead_letters_leaving` are ids that a staged decision replays or purges. `last_dead_letter_id` is the highest id
-    given, even by a staged decision.
+    `dead_letters_leaving` are ids that a staged decision replays or purges, `dead_letters_coming` those that one makes.
+    `last_dead_letter_id` is the highest id given, even by a staged decision.
+
+    `own_nacked_rows` counts the rows outside the shared index that were negatively acknowledged, even by a staged
+    decision, and are still in the backlog: a position that nobody added costs a row there. `limits` bounds requests,
+    never what is stored.
 
     `key_shared` exists while dispatchers have the subscription open as KEY_SHARED. READY rows then go to consumers
     through it, and rows that wait for their key are READY, but not in the queue.
     """
 
-    def __init__(self, stored: Subscription, places: PagePlaces, *, ready_rows_max: int) -> None:
+    def __init__(
+        self,
+        stored: Subscription,
+        places: PagePlaces,
+        *,
+        ready_rows_max: int,
+        limits: BacklogLimits = NO_BACKLOG_LIMITS,
+    ) -> None:
         self.stored = stored
         self.subscription_id = stored.subscription_id
         self.properties: NamedValues = ()
@@ -149,7 +162,11 @@ class SubscriptionState:
         self.timeouts = RedeliveryCounts()
         self.dead_letters = DeadLetters()
         self.dead_letters_leaving = BitMap64()
+        self.dead_letters_coming = BitMap64()
         self.last_dead_letter_id = 0
+        self.own_nacked_rows = 0
+        self._own_nacked = BitMap64()
+        self._limits = limits
         self.key_shared: KeyShared | None = None
         self.reader: BacklogReader | None = None
         self.ready_rows = 0
@@ -395,6 +412,50 @@ class SubscriptionState:
         self._ready.appendleft(rows)
         self.ready_rows += len(rows)
 
+    # ---- limits
+
+    @property
+    def dead_letter_room(self) -> int:
+        """The number of further dead letters that the subscription may have."""
+        return max(0, self._limits.dead_letters_max - self._dead_letter_rows)
+
+    @property
+    def _dead_letter_rows(self) -> int:
+        return len(self.dead_letters) + len(self.dead_letters_coming)
+
+    def check_dead_letters(self, rows: int) -> None:
+        """Raise QuotaExceeded if `rows` more dead letters would be too many."""
+        quotas.check_dead_letters(
+            self.stored.name,
+            dead_letters=self._dead_letter_rows,
+            rows=rows,
+            rows_max=self._limits.dead_letters_max,
+        )
+
+    @property
+    def own_nacked_room(self) -> int:
+        """The number of further rows outside the shared index that negative acknowledgements may make."""
+        return max(0, self._limits.nacked_rows_max - self.own_nacked_rows)
+
+    def check_own_nacked(self, rows: int) -> None:
+        """Raise QuotaExceeded if negative acknowledgements may not make `rows` more rows."""
+        quotas.check_nacked(
+            self.stored.name, nacked_rows=self.own_nacked_rows, rows=rows, rows_max=self._limits.nacked_rows_max
+        )
+
+    def note_own_nacked(self, keys: BitMap64) -> None:
+        """Count rows outside the shared index that are negatively acknowledged, once each."""
+        new = keys - self._own_nacked
+        self._own_nacked |= new
+        self.own_nacked_rows += len(new)
+
+    def drop_own_nacked(self, keys: BitMap64) -> None:
+        """Count rows no longer that left the backlog."""
+        if self._own_nacked.intersect(keys):
+            left = self._own_nacked & keys
+            self._own_nacked -= left
+            self.own_nacked_rows -= len(left)
+
     # ---- NACKED
 
     @property
@@ -518,6 +579,8 @@ class SubscriptionState:
             self.nacking -= keys
         if self.nacks.rows:
             self.nacks.drop(keys)
+        if self.own_nacked_rows:
+            self.drop_own_nacked(keys)
         if self.counts.has_any:
             self.counts.drop(keys)
         if self.timeouts.has_any:

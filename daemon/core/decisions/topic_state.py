@@ -117,12 +117,14 @@ class TopicState:
         now_ms: int,
         cache: SegmentCache,
         ready_rows_max: int,
+        backlog_limits: limits.BacklogLimits = limits.NO_BACKLOG_LIMITS,
     ) -> None:
         self.name = name
         self.topic_id = topic_id
         self.incarnation = incarnation
         self.indexes = Indexes(cache, now_ms=now_ms)
         self._ready_rows_max = ready_rows_max
+        self._backlog_limits = backlog_limits
         self.subscriptions: dict[int, SubscriptionState] = {}
         self._by_name: dict[str, SubscriptionState] = {}
         for stored in subscriptions:
@@ -141,7 +143,9 @@ class TopicState:
         self.in_due_order_rows = self.out_of_order_rows = 0
 
     def _new_state(self, stored: Subscription) -> SubscriptionState:
-        return SubscriptionState(stored, self.indexes.places, ready_rows_max=self._ready_rows_max)
+        return SubscriptionState(
+            stored, self.indexes.places, ready_rows_max=self._ready_rows_max, limits=self._backlog_limits
+        )
 
     @property
     def index(self) -> Index:

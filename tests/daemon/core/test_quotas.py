@@ -22,6 +22,36 @@ def coming(*values: int, now_ms: int = NOW_MS) -> RowsOfSeconds:
     return RowsOfSeconds.of(times(*values), now_ms=now_ms)
 
 
+# ---- topics, and what a subscription keeps that no add has brought
+
+
+def test_as_many_topics_are_created_as_the_limit_says_and_not_one_more() -> None:
+    quotas.check_topics(9, 10)
+    for topics in (10, 11):
+        with pytest.raises(QuotaExceeded, match=rf"has {topics} topics, and limits\.topics_max is 10") as caught:
+            quotas.check_topics(topics, 10)
+        assert caught.value.retry_after_ms is None
+
+
+def test_as_many_positions_get_a_row_as_the_limit_says_and_not_one_more() -> None:
+    quotas.check_nacked("s", nacked_rows=7, rows=3, rows_max=10)
+    quotas.check_nacked("s", nacked_rows=20, rows=0, rows_max=10)
+    with pytest.raises(QuotaExceeded, match=r"'s'.* is 10; 8 rows .* has 3 positions") as caught:
+        quotas.check_nacked("s", nacked_rows=8, rows=3, rows_max=10)
+    assert caught.value.retry_after_ms == quotas.PENDING_RETRY_MS
+    with pytest.raises(QuotaExceeded) as caught:
+        quotas.check_nacked("s", nacked_rows=0, rows=11, rows_max=10)
+    assert caught.value.retry_after_ms is None
+
+
+def test_as_many_positions_become_dead_letters_as_the_limit_says_and_not_one_more() -> None:
+    quotas.check_dead_letters("s", dead_letters=7, rows=3, rows_max=10)
+    quotas.check_dead_letters("s", dead_letters=20, rows=0, rows_max=10)
+    with pytest.raises(QuotaExceeded, match=r"'s'.* is 10; there are 8 dead letters.* make 3 more") as caught:
+        quotas.check_dead_letters("s", dead_letters=8, rows=3, rows_max=10)
+    assert caught.value.retry_after_ms is None
+
+
 # ---- pending rows
 
 

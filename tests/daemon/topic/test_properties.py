@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from daemon.errors import AlreadyExists, Corruption, InvalidArgument, TarryError
+from daemon.errors import AlreadyExists, Corruption, InvalidArgument, QuotaExceeded, TarryError
+from daemon.topic import topic_settings
 from storage_backends.formats import manifest
 from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
@@ -18,7 +19,9 @@ from tests.daemon.shard.test_crash_points import At
 PROPERTIES = "/properties/"
 MONEY: NamedValues = (("note", ""), ("team", "money"))
 GATES: NamedValues = (("team", "gates"),)
-LARGE: NamedValues = tuple((f"{number:0128d}", "x" * 1_024) for number in range(64))
+LARGE: NamedValues = tuple((f"{number:0128d}", "x" * 1_024) for number in range(56))
+# As many as a subscription may have, each as long as it may be: more than all subscriptions of a topic may have
+TOO_LARGE: NamedValues = tuple((f"{number:0128d}", "x" * 1_024) for number in range(64))
 
 
 def update(daemon: Daemon, properties: NamedValues, *, lease_ms: int | None = None) -> asyncio.Task[None]:
@@ -79,7 +82,7 @@ async def test_an_object_is_written_once_whatever_else_changes(machines: EngineF
     await create(one, "s", properties=LARGE)
     named = machines.topic_tip().properties_object
     assert named is not None
-    assert named.size_bytes > 64 * (128 + 1_024)
+    assert named.size_bytes > len(LARGE) * (128 + 1_024)
     await create(one, "other")
     await update(one, LARGE, lease_ms=5)
     await one.add("t", 1, range(20), delay_ms=60_000)
@@ -219,3 +222,72 @@ async def test_bad_properties_are_refused_by_name(machines: EngineFixture, prope
     with pytest.raises(InvalidArgument, match=named):
         await update(one, properties)
     assert await shown(one) == {}
+
+
+async def test_properties_of_a_topic_have_a_limit_and_beyond_it_nothing_changes(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    for attempt in range(2):
+        with pytest.raises(QuotaExceeded, match=r"take 7\d{4} bytes; they may take 65536 together.*Shorten or remove"):
+            await create(one, "s", properties=TOO_LARGE)
+        assert not machines.keys("/topics/"), f"nothing was born at attempt {attempt}"
+    await create(one, "s", properties=LARGE)
+    await create(one, "other")
+    before = machines.topic_tip()
+    with pytest.raises(QuotaExceeded, match="may take 65536 together"):
+        await create(one, "third", properties=(("more", "x" * 1_000), *MONEY))
+    with pytest.raises(QuotaExceeded, match="may take 65536 together"):
+        await update(one, TOO_LARGE)
+    assert machines.topic_tip() == before
+    assert machines.keys(PROPERTIES) == [before.properties_object.name]  # type: ignore[union-attr]
+    await create(one, "third")
+    await update(one, MONEY)
+    await create(one, "fourth", properties=GATES)
+    assert await shown(one) == {"s": MONEY, "fourth": GATES}
+
+
+async def test_stored_properties_beyond_the_limit_are_served_and_may_shrink(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(topic_settings, "TOPIC_PROPERTIES_MAX_BYTES", 1 << 20)
+        one = await machines.served_by("one")
+        await create(one, "s", properties=TOO_LARGE)
+        await create(one, "other", properties=TOO_LARGE)
+    one.kill()
+    two = await machines.served_by("one")
+    assert await shown(two) == {"s": TOO_LARGE, "other": TOO_LARGE}
+    await update(two, TOO_LARGE, lease_ms=5)
+    with pytest.raises(QuotaExceeded):
+        await create(two, "third", properties=GATES)
+    await update(two, (*TOO_LARGE[:-1], (TOO_LARGE[-1][0], "y" * 1_024)))
+    await update(two, LARGE)
+    await delete(two, "other")
+    assert await shown(two) == {"s": LARGE}
+
+
+async def test_properties_are_not_changed_more_often_than_collection_keeps_up_with(
+    machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each manifest names every former object: without a limit, small changes write ever larger manifests."""
+    monkeypatch.setattr(topic_settings, "REPLACED_PROPERTIES_MAX", 3)
+    one = await machines.served_by("one", *ON_REQUEST)
+    await create(one, "s", properties=MONEY)
+    await create(one, "other")
+    for properties in (GATES, MONEY):
+        await update(one, properties)
+    before = machines.topic_tip()
+    await create(one, "third", properties=GATES)
+    with pytest.raises(QuotaExceeded, match=r"changed 3 times within collection\.grace_s.*less often") as refused:
+        await update(one, GATES)
+    assert refused.value.retry_after_ms is not None
+    assert 3_500_000 < refused.value.retry_after_ms <= 3_600_000
+    with pytest.raises(QuotaExceeded):
+        await create(one, "fourth", properties=GATES)
+    assert len(machines.topic_tip().tombstones) == len(before.tombstones) + 1
+    await update(one, MONEY, lease_ms=5)
+    await delete(one, "third")
+    await update(one, ())
+    pass_hours(machines, 2)
+    await collect(one)
+    await update(one, GATES)
+    assert await shown(one) == {"s": GATES}

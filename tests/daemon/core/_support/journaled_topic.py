@@ -27,7 +27,7 @@ from daemon.core.index.index import BucketBits, SeenRows
 from daemon.core.index.mutable_bucket import MutableBucket
 from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.segments import SegmentCache, SegmentRange
-from daemon.core.limits import RequestLimits
+from daemon.core.limits import NO_BACKLOG_LIMITS, BacklogLimits, RequestLimits
 from daemon.shard import recovery
 from daemon.topic import bucket_lifecycle, bucket_reads
 from storage_backends import checkpoints, topic_manifest
@@ -123,6 +123,7 @@ class JournaledTopic:
         ready_rows_max: int = 1 << 30,
         segment_limits: SegmentLimits | None = None,
         compatible: bool = False,
+        backlog_limits: BacklogLimits = NO_BACKLOG_LIMITS,
     ) -> None:
         self.now_ms = now_ms
         self.elapsed_ms = 0
@@ -134,6 +135,7 @@ class JournaledTopic:
         self.staged = slot_format.SlotBuilder()
         self._budget_bytes = budget_bytes
         self._ready_rows_max = ready_rows_max
+        self._backlog_limits = backlog_limits
         self._segment_limits = segment_limits or SegmentLimits(time_step_ms=1_000, rows_max=4, rows_min=0)
         self.shared_index = True
         self._compatible = compatible
@@ -152,6 +154,7 @@ class JournaledTopic:
             now_ms=self.now_ms,
             cache=SegmentCache(self._budget_bytes),
             ready_rows_max=self._ready_rows_max,
+            backlog_limits=self._backlog_limits,
         )
 
     # ---- requests

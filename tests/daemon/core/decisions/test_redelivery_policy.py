@@ -167,6 +167,27 @@ def test_a_limit_that_became_lower_holds_for_policies_that_were_set_before(polic
     assert delays(policy, 1, most=100) == [100]
 
 
+@pytest.mark.parametrize(
+    ("policy", "max_count", "longest_ms"),
+    [
+        (constant(700), 5, 700),
+        (constant(700), 0, 700),
+        (constant(2 * DAY_MS), 5, DAY_MS),
+        (listed(10, 900, 20), 1, 900),
+        (linear(10, 5, 80), 1, 80),
+        (linear(10, 5), 4, 25),
+        (linear(10, 5), 0, 10),
+        (exponential(10, 3.0, 400, 0.5), 1, 400),
+        (exponential(10, 3.0, 0, 0.5), 3, 90),
+        (LADDER, 1, 7_200_000),
+    ],
+)
+def test_the_longest_delay_is_the_most_or_else_that_of_the_last_redelivery(
+    policy: RedeliveryPolicy, max_count: int, longest_ms: int
+) -> None:
+    assert redelivery_policy.longest_ms(policy, max_count, LEVELS, delay_max_ms=DAY_MS) == longest_ms
+
+
 def test_no_position_has_no_delay() -> None:
     for policy in (constant(5), linear(1, 1), exponential(1, 2), listed(1), LADDER):
         assert delays(policy) == []
