@@ -154,7 +154,8 @@ class Identities:
 def bearer_of(authorization: str) -> str | None:
     """Return the token of an `authorization` value `Bearer <token>`, or None for anything else."""
     scheme, _, token = authorization.partition(" ")
-    return token.strip() if scheme.lower() == "bearer" and token.strip() else None
+    # Only spaces: gRPC and HTTP give bytes that are no UTF-8 as Latin-1, in which some of them are white space.
+    return token.strip(" ") or None if scheme.lower() == "bearer" else None
 
 
 def hash_of(token: str) -> str:

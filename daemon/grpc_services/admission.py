@@ -127,6 +127,9 @@ class Context:
         self._is_writing = True
         try:
             await self._write(response)
+        except grpc.aio.InternalError as error:
+            # A response in flight fails when its caller leaves, and gRPC may cancel the call only afterwards.
+            raise asyncio.CancelledError("the caller has left") from error
         finally:
             self._is_writing = False
             if self.ended is not None:
