@@ -12,6 +12,7 @@ and a line of `_TOPIC_GAUGES`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -524,6 +525,11 @@ class Metrics:
             "1 while changed files are wrong and the former contents apply, by kind: certificates or identities.",
             "kind",
         )
+        self._certificate_expiry = gauge(
+            "tarry_certificate_expiry_timestamp_seconds",
+            "When the first certificate of a file expires (Unix time), by setting; NaN without TLS or such a file.",
+            "file",
+        )
         self._refused_callers = counter(
             "tarry_refused_callers",
             "Calls, and requests of streams, refused because of their caller, by reason: unauthenticated or "
@@ -757,6 +763,11 @@ class Metrics:
 
     def set_store_clock_skew(self, seconds: float) -> None:
         self._store_clock_skew.set(seconds)
+
+    def collect_expiry_from(self, expiry: Callable[[str], float]) -> None:
+        """Ask `expiry` at each scrape when the first certificate in the file of a setting expires (Unix time)."""
+        for setting in ("tls.cert_file", "tls.client_ca_file"):
+            self._certificate_expiry.labels(setting).set_function(functools.partial(expiry, setting))
 
     def collect_store_probe_from(self, has_passed: Callable[[], bool]) -> None:
         """Ask `has_passed` at each scrape."""

@@ -78,6 +78,7 @@ async def serve(
     daemon_metrics = metrics.Metrics(per_topic=settings.metrics.per_topic, per_topic_max=settings.metrics.per_topic_max)
     metrics.export_process(daemon_metrics.registry)
     daemon_metrics.collect_store_probe_from(store_probe.has_passed)
+    daemon_metrics.collect_expiry_from(door.expiry)
     admission = Admission(door, audit_log, daemon_metrics.caller_refused)
     server = Server(settings, admission)
     settings = _with_own_names(settings, server.bind())

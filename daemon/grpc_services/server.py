@@ -61,7 +61,8 @@ class _HealthServicer(health.aio.HealthServicer):
         now = self._engine.health
         hints: list[tuple[str, str | bytes]] = [(HEALTH_STANDS_BY_KEY, "1")] if now.stands_by else []
         if self._door.identities is None or context.peer().startswith("unix:"):
-            hints.append((HEALTH_REASON_KEY, now.reason.encode()[:REASON_MAX_BYTES]))
+            reason = "; ".join((now.reason, *self._door.faults))
+            hints.append((HEALTH_REASON_KEY, reason.encode()[:REASON_MAX_BYTES]))
         context.set_trailing_metadata(tuple(hints))
         return await super().Check(request, context)
 

@@ -32,8 +32,11 @@ def _literal(name: bytes, value: bytes) -> bytes:
     return b"\x00" + _length(len(name)) + name + _length(len(value)) + value
 
 
-def ended(port: int, path: str, headers: Iterable[tuple[bytes, bytes]] = (), message: bytes = b"") -> bytes:
-    """Make one call with one message; return what the server has sent when its stream ends."""
+def ended(port: int | str, path: str, headers: Iterable[tuple[bytes, bytes]] = (), message: bytes = b"") -> bytes:
+    """Make one call with one message; return what the server has sent when its stream ends.
+
+    `port` is one of loopback, or the path of a Unix socket.
+    """
     own = [
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -43,7 +46,9 @@ def ended(port: int, path: str, headers: Iterable[tuple[bytes, bytes]] = (), mes
         (b"content-type", b"application/grpc"),
     ]
     block = b"".join(_literal(name, value) for name, value in (*own, *headers))
-    with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
+    with socket.socket(socket.AF_UNIX if isinstance(port, str) else socket.AF_INET) as connection:
+        connection.settimeout(TIMEOUT_S)
+        connection.connect(port if isinstance(port, str) else ("127.0.0.1", port))
         body = b"\x00" + struct.pack(">I", len(message)) + message
         connection.sendall(
             _PREFACE

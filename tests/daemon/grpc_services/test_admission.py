@@ -514,7 +514,7 @@ async def test_the_audit_log_tells_of_rejections_and_not_of_other_answers_of_dis
     everybody = guarded.guest(token_of("all"))
     policy = dispatch_pb2.CreateSubscriptionRequest(topic="own/a", subscription="s")
     await everybody.outcome(METHODS_BY_NAME["CreateSubscription"], policy)
-    where = {"ledger_id": [1], "deliver_at_ms": [0]}
+    where: dict[str, Any] = {"ledger_id": [1], "deliver_at_ms": [0]}
     for method, request in (
         ("Acknowledge", dispatch_pb2.AcknowledgeRequest(topic="own/a", subscription="s", entry_id=[1], **where)),
         (
