@@ -113,6 +113,8 @@ class Port:
         while True:
             try:
                 connection, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+            except ConnectionError:
+                continue
             except OSError as error:
                 log.warning("the HTTP port cannot take a connection: %s", error)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
