@@ -75,12 +75,7 @@ class Port:
         """
         self._pages = {path: _KeptPage(make) for path, make in pages.items()}
         self._refuse, self._context = refuse, context
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        self._socket = socket.create_server((host, port), family=family, dualstack_ipv6=both)
-        self._socket.setblocking(False)
-        # Connections inherit it: the system buffers little for a caller that reads slowly.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        self._socket = _listening(host, port)
         # The oldest first
         self._open: dict[asyncio.Task[None], None] = {}
         self._loop = asyncio.new_event_loop()
@@ -179,6 +174,21 @@ class Port:
             served = " and ".join(self._pages)
             return Answer(f"only {served} can be read here\n".encode(), status=HTTPStatus.NOT_FOUND)
         return page.answer(gzipped="gzip" in headers.get("Accept-Encoding", ""))
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    listening = socket.socket(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0])
+    try:
+        listening.setblocking(False)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it: the system buffers little for a caller that reads slowly.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        listening.bind((host, port))
+        listening.listen()
+    except OSError:
+        listening.close()
+        raise
+    return listening
 
 
 class _KeptPage:
