@@ -1,24 +1,31 @@
 """Writes the audit log: who changed what, from where, and who was refused, as one JSON object a line.
 
-`proto/tarry/v1/access.proto` says which calls are logged.
+`proto/tarry/v1/access.proto` says which calls are logged. A call that may have changed something always has its line.
+Lines of other calls, refusals among them, are limited for each identity, and for all callers without one together.
+Strangers thus fill no disk, and hide nothing of an identity.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import logging.handlers
 import os
 import time
+from collections.abc import Mapping
 from io import TextIOWrapper
-from typing import Final
+from typing import Any, Final
 
 from daemon import errors, logs
 from daemon.settings import AccessSettings
 
 # Limit on names in a request, which may have any length if the request is refused (characters)
 TEXT_MAX: Final = 1024
-# A caller that is refused again and again must not fill the disk.
-REFUSALS_PER_SECOND_MAX: Final = 100
+# Lines in a second of calls that changed nothing: of one identity, and of all callers without one
+IDENTITY_LINES_MAX: Final = 100
+UNKNOWN_LINES_MAX: Final = 10
+UNKNOWN: Final = ""
+"""Identity of callers without one"""
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +37,7 @@ class AuditLog:
         """Open the file. Raise `InvalidArgument` if that fails."""
         self._is_kept = access.audit_file is not None or access.identities_file is not None
         self._file: _File | None = None
-        self._second, self._refusals, self._left_out = 0, 0, 0
+        self._limits: dict[str, _Limit] = {}
         if access.audit_file is not None:
             try:
                 self._file = _File(access.audit_file)
@@ -39,10 +46,29 @@ class AuditLog:
                     f"access.audit_file {access.audit_file} cannot be opened: {error.strerror}"
                 ) from error
 
-    def tell(self, event: str, **fields: str | int) -> None:
-        """Append a line."""
+    def tell(self, event: str, identity: str, *, changed: bool, **fields: Any) -> None:
+        """Append a line, unless the call `changed` nothing and its caller has too many such lines in this second.
+
+        The caller's next line says how many were left out.
+        """
         if not self._is_kept:
             return
+        limit = self._limits.get(identity)
+        if limit is None:
+            limit = self._limits[identity] = _Limit(UNKNOWN_LINES_MAX if identity == UNKNOWN else IDENTITY_LINES_MAX)
+        if changed or limit.allows(int(time.monotonic())):
+            left_out, limit.left_out = limit.left_out, 0
+            self._append(event, {"identity": identity, **fields, **({"left_out": left_out} if left_out else {})})
+
+    def close(self) -> None:
+        """Append the counts of lines that no later line has reported, and close the file."""
+        for identity, limit in self._limits.items():
+            if limit.left_out:
+                self._append("left out", {"identity": identity, "left_out": limit.left_out})
+        if self._file is not None:
+            self._file.close()
+
+    def _append(self, event: str, fields: Mapping[str, Any]) -> None:
         shown = {name: value[:TEXT_MAX] if isinstance(value, str) else value for name, value in fields.items()}
         if self._file is None:
             log.info("%s", event, extra=shown)
@@ -53,21 +79,24 @@ class AuditLog:
         except OSError as error:
             log.error("access.audit_file cannot be written: %s", error, extra=shown)
 
-    def tell_refusal(self, **fields: str | int) -> None:
-        """Append a line unless this second has too many; the next line says how many were left out."""
-        second = int(time.monotonic())
-        if second != self._second:
-            self._second, self._refusals = second, 0
-        self._refusals += 1
-        if self._refusals > REFUSALS_PER_SECOND_MAX:
-            self._left_out += 1
-            return
-        left_out, self._left_out = self._left_out, 0
-        self.tell("refused", **fields, **({"left_out": left_out} if left_out else {}))
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+@dataclasses.dataclass(slots=True)
+class _Limit:
+    """The lines of a caller in this second, and those that were left out since its last line."""
+
+    lines_max: int
+    second: int = 0
+    lines: int = 0
+    left_out: int = 0
+
+    def allows(self, second: int) -> bool:
+        if second != self.second:
+            self.second, self.lines = second, 0
+        self.lines += 1
+        if self.lines > self.lines_max:
+            self.left_out += 1
+            return False
+        return True
 
 
 class _File(logging.handlers.WatchedFileHandler):

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import datetime
 import enum
 import hashlib
 import logging
+import math
 import os
 import secrets
 import ssl
+import time
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Final, Generic, Literal, TypeAlias, TypeVar
 
@@ -28,17 +31,40 @@ from daemon.settings import AccessSettings, TlsSettings
 log = logging.getLogger(__name__)
 
 
+EXPIRES_SOON_S: Final = 14 * 86_400.0
+"""Time before its end from which on a certificate is named (seconds)"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Validity:
+    """The end of the validity of a certificate in the file of a setting (Unix time, seconds)."""
+
+    setting: str
+    subject: str
+    not_after_s: float
+
+    def fault(self, now_s: float) -> str | None:
+        """Return what to report of a certificate that is expired or expires soon, or None."""
+        if self.not_after_s - now_s > EXPIRES_SOON_S:
+            return None
+        end = datetime.datetime.fromtimestamp(self.not_after_s, tz=datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        word = "expired" if self.not_after_s <= now_s else "expires"
+        return f"a certificate in {self.setting} {word} at {end}: {self.subject}; replace it"
+
+
 @dataclasses.dataclass(frozen=True)
 class Certificates:
     """The files of section `tls`, as PEM. Without a `client_ca` clients need no certificate.
 
-    `context` serves HTTPS with the same certificate and key, and requests no client certificate.
+    `context` serves HTTPS with the same certificate and key, and requests no client certificate. `validity` has every
+    certificate of the files.
     """
 
     chain: bytes
     key: bytes = dataclasses.field(repr=False)
     client_ca: bytes | None
     context: ssl.SSLContext = dataclasses.field(compare=False, repr=False)
+    validity: tuple[Validity, ...]
 
 
 def certificate_files(tls: TlsSettings) -> list[str]:
@@ -58,7 +84,25 @@ def read_certificates(tls: TlsSettings) -> Certificates:
             f"tls.cert_file {tls.cert_file} and tls.key_file {tls.key_file}: they must be a certificate and its own "
             f"key, both PEM, the key without a password ({error})"
         ) from error
-    return Certificates(chain, key, _client_ca(tls), context)
+    client_ca = _client_ca(tls)
+    validity = [*_validity("tls.cert_file", chain), *_validity("tls.client_ca_file", client_ca or b"")]
+    return Certificates(chain, key, client_ca, context, tuple(validity))
+
+
+def _validity(setting: str, pem: bytes) -> Iterator[Validity]:
+    if not pem:
+        return
+    # Imported here, since it takes a while, and most commands need no certificate.
+    from cryptography import x509
+
+    try:
+        found = x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        # OpenSSL, which serves them, may take what is not quite X.509.
+        log.warning("when the certificates in %s expire cannot be read: %s", setting, error)
+        return
+    for each in found:
+        yield Validity(setting, each.subject.rfc4514_string(), each.not_valid_after_utc.timestamp())
 
 
 def _client_ca(tls: TlsSettings) -> bytes | None:
@@ -154,7 +198,8 @@ class Identities:
 def bearer_of(authorization: str) -> str | None:
     """Return the token of an `authorization` value `Bearer <token>`, or None for anything else."""
     scheme, _, token = authorization.partition(" ")
-    return token.strip() if scheme.lower() == "bearer" and token.strip() else None
+    # Only spaces: gRPC and HTTP give bytes that are no UTF-8 as Latin-1, in which some of them are white space.
+    return token.strip(" ") or None if scheme.lower() == "bearer" else None
 
 
 def hash_of(token: str) -> str:
@@ -253,8 +298,10 @@ Kind: TypeAlias = Literal["certificates", "identities"]
 class Door:
     """The rights and certificates in force, which any thread may read."""
 
-    def __init__(self, tls: TlsSettings, access: AccessSettings) -> None:
-        """Read the files. Raise `InvalidArgument` if one is wrong."""
+    def __init__(self, tls: TlsSettings, access: AccessSettings, *, now_s: Callable[[], float] = time.time) -> None:
+        """Read the files. Raise `InvalidArgument` if one is wrong. `now_s` is the wall clock."""
+        self._now_s = now_s
+        self._named: Set[str | None] = frozenset()
         self._certificates: WatchedFiles[Certificates] | None = None
         self._identities: WatchedFiles[Identities] | None = None
         if tls.cert_file is not None:
@@ -272,6 +319,29 @@ class Door:
         """The identities, or None if every caller that reaches the port may do everything."""
         return None if self._identities is None else self._identities.value
 
+    @property
+    def faults(self) -> list[str]:
+        """Texts of certificates that are expired or expire soon."""
+        now_s = self._now_s()
+        return [fault for each in self._validity if (fault := each.fault(now_s)) is not None]
+
+    @property
+    def _validity(self) -> Sequence[Validity]:
+        return () if self.certificates is None else self.certificates.validity
+
+    def expiry(self, setting: str) -> float:
+        """Return when the first certificate in the file of a setting expires (Unix time, seconds); NaN without one."""
+        return min((each.not_after_s for each in self._validity if each.setting == setting), default=math.nan)
+
+    def name_faults(self) -> None:
+        """Log the certificates that are expired or expire soon, each once."""
+        now_s = self._now_s()
+        faults = {each.fault(now_s): each for each in self._validity}
+        for fault, each in faults.items():
+            if fault is not None and fault not in self._named:
+                log.log(logging.ERROR if each.not_after_s <= now_s else logging.WARNING, "%s", fault)
+        self._named = faults.keys()
+
     async def watch(self, *, changed: Callable[[], None], refused: Callable[[Kind, bool], None]) -> None:
         """Watch the files until cancelled.
 
@@ -287,6 +357,7 @@ class Door:
             for kind, files in watched:
                 if files is not None and await _look(kind, files, refused) and kind == "identities":
                     changed()
+            self.name_faults()
 
 
 async def _look(kind: Kind, files: WatchedFiles[Any], refused: Callable[[Kind, bool], None]) -> bool:

@@ -59,6 +59,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     logs.configure(level=settings.log.level, form=settings.log.format)
     process_memory.keep_little()
+    door.name_faults()
     try:
         with (
             contextlib.closing(audit_log),
@@ -115,13 +116,13 @@ def _ask_health(settings: config.Config) -> int:
             failed = cast(grpc.Call, error)
             sys.stdout.write(f"not serving: no daemon answers at {address}: {failed.details()}\n")
             return EXIT_CANNOT_SERVE
-    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-        sys.stdout.write("serving\n")
-        return 0
     hints = dict(call.trailing_metadata() or ())
+    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+        sys.stdout.write(f"{logs.escaped(hints.get(HEALTH_REASON_KEY, b'serving').decode(errors='ignore'))}\n")
+        return 0
     stands_by = HEALTH_STANDS_BY_KEY in hints
     reason = hints.get(HEALTH_REASON_KEY, b"the daemon's log has the reason").decode(errors="ignore")
-    sys.stdout.write(f"not serving{', standing by' if stands_by else ''}: {reason}\n")
+    sys.stdout.write(f"not serving{', standing by' if stands_by else ''}: {logs.escaped(reason)}\n")
     return EXIT_STANDS_BY if stands_by else EXIT_CANNOT_SERVE
 
 

@@ -8,13 +8,19 @@ Callers use the standard library and pass fields as `extra`:
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, TextIO
+from typing import Any, Final, Literal, TextIO
 
 import msgspec
 
+# Lines of gRPC in a minute, at most: strangers may cause them.
+GRPC_LINES_MAX: Final = 10
+# Exceptions that gRPC logs with a traceback: for a header that is no UTF-8, a message that does not parse, and a
+# response that its caller does not wait for
+_OF_CALLERS: Final = frozenset({"UnicodeDecodeError", "DecodeError", "ExecuteBatchError"})
 _STANDARD = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -22,6 +28,7 @@ def configure(*, level: str = "info", form: Literal["text", "json"] = "text", st
     """Send the log of the whole process to `stream`, or to standard error if it is None, replacing earlier handlers."""
     destination = logging.StreamHandler(stream if stream is not None else sys.stderr)
     destination.setFormatter(JsonForm() if form == "json" else TextForm())
+    destination.addFilter(Spoken())
     root = logging.getLogger()
     root.handlers[:] = [destination]
     root.setLevel(level.upper())
@@ -30,13 +37,41 @@ def configure(*, level: str = "info", form: Literal["text", "json"] = "text", st
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
+class Spoken(logging.Filter):
+    """Leaves out what gRPC logs of single callers, who need no token for it, and bounds the rest of gRPC's lines.
+
+    Such a line may be as long as a call's headers, and contains the token of a header that is no UTF-8.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._minute = self._lines = self._left_out = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.partition(".")[0] != "grpc":
+            return True
+        if record.exc_info and record.exc_info[0] is not None and record.exc_info[0].__name__ in _OF_CALLERS:
+            return False
+        minute = int(record.created // 60)
+        if minute != self._minute:
+            self._minute, self._lines = minute, 0
+        self._lines += 1
+        if self._lines > GRPC_LINES_MAX:
+            self._left_out += 1
+            return False
+        if self._left_out:
+            record.left_out, self._left_out = self._left_out, 0
+        return True
+
+
 class TextForm(logging.Formatter):
     """`2026-01-31T12:00:00.123Z info  daemon.owner.engine: serving shards=16`."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = "".join(f" {name}={_quoted(value)}" for name, value in _fields(record).items())
-        line = f"{_time(record)} {record.levelname.lower():7} {record.name}: {record.getMessage()}{fields}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        text = escaped(record.getMessage())
+        line = f"{_time(record)} {record.levelname.lower():7} {record.name}: {text}{fields}"
+        return f"{line}\n{escaped(self.formatException(record.exc_info), but=chr(10))}" if record.exc_info else line
 
 
 class JsonForm(logging.Formatter):
@@ -52,7 +87,17 @@ class JsonForm(logging.Formatter):
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(entry, enc_hook=str).decode()
+        return escaped(msgspec.json.encode(entry, enc_hook=str).decode())
+
+
+def escaped(text: str, *, but: str = "") -> str:
+    """Escape what does not print, except `but`, as JSON does: control characters and marks that turn the writing.
+
+    Names come from anyone, and a line is shown on terminals. JSON stays JSON.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each in but else json.dumps(each)[1:-1] for each in text)
 
 
 def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
@@ -69,5 +114,5 @@ def _quoted(value: Any) -> str:
     return (
         text
         if text.isprintable() and text and not any(c in text for c in ' "=')
-        else msgspec.json.encode(text).decode()
+        else escaped(msgspec.json.encode(text).decode())
     )

@@ -7,6 +7,7 @@ signals are handled, since that takes a while; `daemon.process` handles signals 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,8 @@ from collections.abc import Iterator, Sequence
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _ending_when_asked():
+            # gRPC reads it when it is imported. Its own lines, past our log, are of callers that break the protocol.
+            os.environ.setdefault("GRPC_VERBOSITY", "NONE")
             from daemon import command
 
             return command.run(arguments)

@@ -12,6 +12,7 @@ and a line of `_TOPIC_GAUGES`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
@@ -553,6 +554,11 @@ class Metrics:
             "1 while changed files are wrong and the former contents apply, by kind: certificates or identities.",
             "kind",
         )
+        self._certificate_expiry = gauge(
+            "tarry_certificate_expiry_timestamp_seconds",
+            "When the first certificate of a file expires (Unix time), by setting; NaN without TLS or such a file.",
+            "file",
+        )
         self._refused_callers = counter(
             "tarry_refused_callers",
             "Calls, and requests of streams, refused because of their caller, by reason: unauthenticated or "
@@ -799,6 +805,11 @@ class Metrics:
     def collect_store_requests_from(self, sent: Callable[[], Mapping[str, int]]) -> None:
         """Export the requests to the store by kind; `sent` is called at each scrape, in the scrape's thread."""
         self.registry.register(StoreRequests(sent))
+
+    def collect_expiry_from(self, expiry: Callable[[str], float]) -> None:
+        """Ask `expiry` at each scrape when the first certificate in the file of a setting expires (Unix time)."""
+        for setting in ("tls.cert_file", "tls.client_ca_file"):
+            self._certificate_expiry.labels(setting).set_function(functools.partial(expiry, setting))
 
     def collect_store_probe_from(self, has_passed: Callable[[], bool]) -> None:
         """Ask `has_passed` at each scrape."""

@@ -79,6 +79,7 @@ async def serve(
     metrics.export_process(daemon_metrics.registry)
     daemon_metrics.collect_store_probe_from(store_probe.has_passed)
     daemon_metrics.collect_store_requests_from(lambda: store.requests_sent)
+    daemon_metrics.collect_expiry_from(door.expiry)
     admission = Admission(door, audit_log, daemon_metrics.caller_refused)
     server = Server(settings, admission)
     settings = _with_own_names(settings, server.bind())

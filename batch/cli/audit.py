@@ -18,6 +18,7 @@ from batch.audit.findings import MEANING, Kind, Report, Severity
 from batch.cli import options
 from batch.cli.options import Shared
 from batch.engine.job_settings import store_of
+from batch.forecast.result import shown
 
 SHOWN_MAX: Final = 50
 """Most findings shown to people; JSON has more."""
@@ -113,10 +114,9 @@ def _show(report: Report) -> None:
     found = report.in_order()
     for each in found[:SHOWN_MAX]:
         topic = f" topic {each.topic!r}" if each.topic else ""
+        text = shown(f" {each.kind.value} {each.object}{topic}: {each.detail}")
         to.print(
-            Text.assemble(
-                (each.severity.value, _STYLES[each.severity]), f" {each.kind.value} {each.object}{topic}: {each.detail}"
-            ),
+            Text.assemble((each.severity.value, _STYLES[each.severity]), text),
             soft_wrap=True,
         )
     if len(found) > SHOWN_MAX:

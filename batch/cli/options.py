@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from batch.engine import job_settings, local_engine
 from batch.engine.engine_port import TaskEngine
 from batch.engine.job_settings import Settings
+from batch.forecast.result import shown
 
 ROOMS: Final = ("batch",)
 """The packages whose messages people want to see; of all others only warnings and errors"""
@@ -51,7 +52,8 @@ class _ToConsole(logging.Handler):
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.console.print(self.format(record), soft_wrap=True, markup=False, highlight=False)
+        lines = map(shown, self.format(record).split("\n"))
+        self.console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
 
 
 def console() -> Console:

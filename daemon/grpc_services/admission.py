@@ -17,7 +17,8 @@ import asyncio
 import dataclasses
 import functools
 import urllib.parse
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
+from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias, cast
 
 import grpc
@@ -25,7 +26,7 @@ import grpc.aio
 from google.protobuf import message
 from google.protobuf.descriptor import MethodDescriptor
 
-from daemon import errors
+from daemon import audit_log, errors
 from daemon.audit_log import AuditLog
 from daemon.auth import EVERY_TOPIC, Door, Identities, Identity, Scope, bearer_of
 from daemon.core.quotas import Caller
@@ -37,6 +38,17 @@ AUTHORIZATION_KEY: Final = "authorization"
 _CERTIFICATE_NAMES: Final = ("x509_common_name", "x509_subject_alternative_name")
 # Time for which an ending call waits for a response in flight (seconds)
 WRITE_MAX_S: Final = 5.0
+# By which a caller may name a call in the audit log
+REQUEST_ID_KEY: Final = "x-request-id"
+REQUEST_ID_LENGTH_MAX: Final = 128
+# Ends of a call before anything was staged: OK and UNKNOWN follow that, and faults of the daemon may
+NOTHING_CHANGED: Final = frozenset(grpc.StatusCode) - {
+    grpc.StatusCode.OK,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.DATA_LOSS,
+}
 
 Refusal: TypeAlias = errors.Unauthenticated | errors.PermissionDenied
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
@@ -48,7 +60,7 @@ class Rule:
 
     `topic_wide` is the scope of a request without a subscription. `topic` is the path of fields to the topic's name,
     empty if the call covers all topics. With `any_prefix` no topic prefix is needed. With `audited` the audit log
-    records the call.
+    records the call, and with `audited_with` each request in which that field is set.
     """
 
     name: str
@@ -57,6 +69,7 @@ class Rule:
     topic: tuple[str, ...]
     any_prefix: bool
     audited: bool
+    audited_with: str
 
     @classmethod
     def of(cls, method: MethodDescriptor) -> Rule:
@@ -73,6 +86,7 @@ class Rule:
             topic=tuple(access.topic.split(".")) if access.topic else (),
             any_prefix=access.any_prefix,
             audited=access.audited,
+            audited_with=access.audited_with,
         )
 
     def topic_of(self, request: message.Message) -> str:
@@ -93,7 +107,11 @@ class Context:
     identity: Identity | None = None
     # For the audit log: known once the request is read, and the outcome once the call is over
     topic = subscription = ""
+    is_audited = False
+    counts: Mapping[str, Any] = MappingProxyType({})
     outcome = grpc.StatusCode.UNKNOWN
+    # Goes on if its caller leaves
+    work: asyncio.Future[message.Message | bytes] | None = None
     is_over = False
     is_refused = False
     # The reason for which the call is ended early
@@ -102,7 +120,11 @@ class Context:
     _task: asyncio.Task[Any] | None = None
 
     def __init__(
-        self, context: grpc.aio.ServicerContext[bytes, bytes], rule: Rule, refused: Callable[[Context, Refusal], None]
+        self,
+        context: grpc.aio.ServicerContext[bytes, bytes],
+        rule: Rule,
+        refused: Callable[[Context, Refusal], None],
+        audit_log: AuditLog,
     ) -> None:
         """Wrap gRPC's context. Calls `refused` with each refusal."""
         self.read = context.read
@@ -114,6 +136,7 @@ class Context:
         self._write = context.write
         self._rule = rule
         self._refused = refused
+        self._audit_log = audit_log
 
     async def write(self, response: bytes) -> None:
         """Send a response, unless the call is about to end.
@@ -127,6 +150,9 @@ class Context:
         self._is_writing = True
         try:
             await self._write(response)
+        except grpc.aio.InternalError as error:
+            # A response in flight fails when its caller leaves, and gRPC may cancel the call only afterwards.
+            raise asyncio.CancelledError("the caller has left") from error
         finally:
             self._is_writing = False
             if self.ended is not None:
@@ -182,12 +208,54 @@ class Context:
     def known(self) -> dict[str, str]:
         """Return the audit log's fields of the call."""
         return {
-            "identity": "" if self.identity is None else self.identity.name,
+            "identity": audit_log.UNKNOWN if self.identity is None else self.identity.name,
             "peer": self.peer(),
             "call": self._rule.name,
             "topic": self.topic,
             "subscription": self.subscription,
+            "request_id": self._request_id(),
         }
+
+    def tell(self) -> None:
+        """Append the call's line to the audit log: now, or at the end of work that goes on although its caller left."""
+        # gRPC crashes if it is asked for the peer of a call that is over.
+        known, work = self.known(), self.work
+        if work is None:
+            self._append(known, self.outcome, self.counts)
+        elif work.done():
+            self._tell_work(known, work)
+        else:
+            work.add_done_callback(functools.partial(self._tell_work, known))
+
+    def _tell_work(self, known: Mapping[str, Any], work: asyncio.Future[message.Message | bytes]) -> None:
+        outcome = _outcome_of(work)
+        answer = work.result() if outcome is grpc.StatusCode.OK else None
+        done = counts_of(answer) if isinstance(answer, message.Message) else {}
+        answered = {} if outcome is self.outcome else {"answered": self.outcome.name}
+        self._append({**known, **answered}, outcome, {**self.counts, **done})
+
+    def tell_request(
+        self, work: asyncio.Future[Any], counts: Callable[[Any], dict[str, int]], **named: str | int
+    ) -> None:
+        """Append a line for a request of a stream at the end of its work. `counts` makes the counts of its outcome."""
+        known = {**self.known(), **named}
+
+        def tell(done: asyncio.Future[Any]) -> None:
+            outcome = _outcome_of(done)
+            self._append(known, outcome, counts(done.result()) if outcome is grpc.StatusCode.OK else {})
+
+        work.add_done_callback(tell)
+
+    def _append(self, known: Mapping[str, Any], outcome: grpc.StatusCode, counts: Mapping[str, Any]) -> None:
+        changed = outcome not in NOTHING_CHANGED
+        self._audit_log.tell("call", **known, outcome=outcome.name, counts=dict(counts), changed=changed)
+
+    def _request_id(self) -> str:
+        """Return the id that the caller gives the call in its metadata, or "" if there is none."""
+        for key, value in self.invocation_metadata() or ():
+            if key == REQUEST_ID_KEY and isinstance(value, str):
+                return value[:REQUEST_ID_LENGTH_MAX]
+        return ""
 
     def _identify(self, identities: Identities) -> Identity:
         """Return the caller by its token, or else by its certificate. Raises `Unauthenticated`."""
@@ -212,6 +280,10 @@ class Context:
 
     def check(self, request: message.Message) -> None:
         """Refuse a request that the caller may not make. Raises `PermissionDenied`."""
+        rule = self._rule
+        self.is_audited = rule.audited or bool(rule.audited_with and getattr(request, rule.audited_with))
+        if self.is_audited:
+            self.counts = {"asked": rows} if (rows := _rows_of(request)) else {}
         self.check_named(self._rule.topic_of(request), getattr(request, "subscription", ""))
 
     def check_named(self, topic: str, subscription: str) -> None:
@@ -274,7 +346,8 @@ class Admission:
         serve: Callable[[Any, Context], Awaitable[Any]] = getattr(handler, kind)
 
         async def guarding(request: Any, context: grpc.aio.ServicerContext[bytes, bytes]) -> Any:
-            call = Context(context, rule, self._refused)
+            call = Context(context, rule, self._refused, self._audit_log)
+            call.is_audited = rule.audited
             try:
                 if (identities := self.door.identities) is not None:
                     call.admit(identities)
@@ -294,8 +367,8 @@ class Admission:
                 await status.abort(call, call.ended)
             finally:
                 del self._open[call]
-                if rule.audited and not call.is_refused:
-                    self._audit_log.tell("call", **call.known(), outcome=call.outcome.name)
+                if call.is_audited and not call.is_refused:
+                    call.tell()
 
         return handler._replace(**{kind: guarding})
 
@@ -310,7 +383,35 @@ class Admission:
 
     def _refused(self, call: Context, refusal: Refusal) -> None:
         self._told(refusal)
-        self._audit_log.tell_refusal(**call.known(), outcome=status.code_of(refusal).name, text=str(refusal))
+        outcome = status.code_of(refusal).name
+        self._audit_log.tell("refused", **call.known(), outcome=outcome, text=str(refusal), changed=False)
+
+
+def _outcome_of(work: asyncio.Future[Any]) -> grpc.StatusCode:
+    """Return the status of what was done; UNKNOWN if the end of the daemon cut it short."""
+    if work.cancelled():
+        return grpc.StatusCode.UNKNOWN
+    error = work.exception()
+    return grpc.StatusCode.OK if error is None else status.code_of(error)
+
+
+def _rows_of(request: message.Message) -> int:
+    """Return how many rows, ranges or other items a request lists."""
+    listed = (value for field, value in request.ListFields() if field.is_repeated)
+    return max(map(len, listed), default=0)
+
+
+def counts_of(answer: message.Message) -> dict[str, Any]:
+    """Return the numbers of an answer by field, those of its parts included, and how long its lists are."""
+    counts: dict[str, Any] = {}
+    for field, value in answer.ListFields():
+        if field.is_repeated:
+            counts[field.name.removesuffix("_index")] = len(value)
+        elif isinstance(value, message.Message):
+            counts[field.name] = counts_of(value)
+        elif isinstance(value, int):
+            counts[field.name] = value
+    return counts
 
 
 def _scope(scope: access_pb2.Scope.ValueType) -> Scope | None:

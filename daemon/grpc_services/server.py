@@ -42,10 +42,18 @@ class _HealthServicer(health.aio.HealthServicer):
     only for its own user, over the Unix socket.
     """
 
-    def __init__(self, engine: Engine, door: Door) -> None:
+    def __init__(self, engine: Engine, door: Door, service_names: Sequence[str]) -> None:
         super().__init__()
         self._engine = engine
         self._door = door
+        self._service_names = service_names
+
+    async def List(self, _: object, __: object) -> Any:
+        # Its type stubs do not know the message yet.
+        response = cast(Any, health_pb2).HealthListResponse()
+        for name in self._service_names:
+            response.statuses[name].status = _status_of(self._engine)
+        return response
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -53,18 +61,24 @@ class _HealthServicer(health.aio.HealthServicer):
         now = self._engine.health
         hints: list[tuple[str, str | bytes]] = [(HEALTH_STANDS_BY_KEY, "1")] if now.stands_by else []
         if self._door.identities is None or context.peer().startswith("unix:"):
-            hints.append((HEALTH_REASON_KEY, now.reason.encode()[:REASON_MAX_BYTES]))
+            reason = "; ".join((now.reason, *self._door.faults))
+            hints.append((HEALTH_REASON_KEY, reason.encode()[:REASON_MAX_BYTES]))
         context.set_trailing_metadata(tuple(hints))
         return await super().Check(request, context)
+
+
+def _status_of(engine: Engine) -> Any:
+    states = health_pb2.HealthCheckResponse
+    return states.SERVING if engine.health.serving else states.NOT_SERVING
 
 
 class HealthReport:
     """The health service, which follows the engine's health until it is closed."""
 
     def __init__(self, engine: Engine, door: Door, service_names: Sequence[str]) -> None:
-        self.servicer = _HealthServicer(engine, door)
-        self._engine = engine
         self._service_names = ("", *service_names)
+        self.servicer = _HealthServicer(engine, door, self._service_names)
+        self._engine = engine
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -88,10 +102,8 @@ class HealthReport:
             await self._tell()
 
     async def _tell(self) -> None:
-        states = health_pb2.HealthCheckResponse
-        status = states.SERVING if self._engine.health.serving else states.NOT_SERVING
         for name in self._service_names:
-            await self.servicer.set(name, status)
+            await self.servicer.set(name, _status_of(self._engine))
 
 
 # A message that is slightly too large is still read, so that it can be refused by name. Beyond that gRPC itself ends

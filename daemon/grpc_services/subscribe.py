@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from daemon import call_values, config, errors
 from daemon.core.decisions.claims import Ignored
@@ -96,6 +96,11 @@ class Dispatcher(pipeline.Connection, Protocol):
     def check_topic(self, topic: str) -> None:
         """Refuse a topic that the caller may not use. Raises `PermissionDenied`."""
 
+    def tell_request(
+        self, work: asyncio.Future[call_values.NackOutcome], counts: Callable[[Any], dict[str, int]], **named: str | int
+    ) -> None:
+        """Append a line for a request to the audit log at the end of its work."""
+
 
 async def serve(
     engine: Engine,
@@ -142,9 +147,11 @@ class SubscribeStream:
         self._pipeline = pipeline.Pipeline(dispatcher, settings.grpc)
         # One message is written at a time: answers and due rows take turns.
         self._writing = asyncio.Lock()
+        self._named: dict[str, str] = {}
 
     async def run(self) -> None:
         opening = await self._read_open()
+        self._named = {"topic": opening.topic, "subscription": opening.subscription}
         self._dispatcher.check_topic(opening.topic)
         stream = await self._open(opening)
         stream.outlet = self._outlet
@@ -263,7 +270,7 @@ class SubscribeStream:
                     stream,
                     size_bytes,
                     request_id,
-                    lambda: stream.negative_acknowledge(nack(), awaited=request_id != 0),
+                    lambda: self._negatively_acknowledge(stream, request_id, nack()),
                 )
                 return
         kind = request.WhichOneof("request")
@@ -287,6 +294,21 @@ class SubscribeStream:
                 )
             case _:
                 self._of_key_shared(stream, size_bytes, kind, request)
+
+    def _negatively_acknowledge(
+        self, stream: _Opened, request_id: int, nack: call_values.Nack
+    ) -> Awaitable[call_values.NackOutcome]:
+        if not nack.reject:
+            return stream.negative_acknowledge(nack, awaited=request_id != 0)
+        asked = len(nack.positions)
+        work = asyncio.ensure_future(stream.negative_acknowledge(nack, awaited=True))
+        self._dispatcher.tell_request(
+            work,
+            lambda done: {"asked": asked, "dead_lettered": done.dead_lettered, "ignored": len(done.ignored)},
+            request_id=request_id,
+            **self._named,
+        )
+        return work
 
     def _of_key_shared(self, stream: _Opened, size_bytes: int, kind: str, request: pb.SubscribeRequest) -> None:
         request_id: int = getattr(request, kind).request_id

@@ -167,12 +167,11 @@ _REQUEST_BYTES = 256
 class Lane:
     """One subscription on the stream, as the dispatcher that `subscribe` serves."""
 
-    def __init__(
-        self, number: int, outbox: LaneOutbox, check_topic: Callable[[str], None], read: Callable[[int], None]
-    ):
+    def __init__(self, number: int, outbox: LaneOutbox, context: Context, read: Callable[[int], None]):
         """Open the lane. Calls `read` with the bytes of each request that no longer waits."""
         self.number = number
-        self.check_topic = check_topic
+        self.check_topic = context.check_topic
+        self.tell_request = context.tell_request
         self._outbox = outbox
         self._read = read
         self._requests: collections.deque[bytes] = collections.deque()
@@ -321,7 +320,7 @@ class SubscribeManyStream:
             )
             self._outbox.put(number, _ended(number, refusal))
             return None
-        lane = self._lanes[number] = Lane(number, self._outbox, self._context.check_topic, self._was_read)
+        lane = self._lanes[number] = Lane(number, self._outbox, self._context, self._was_read)
         self._serving[number] = asyncio.create_task(self._serve(lane))
         return lane
 

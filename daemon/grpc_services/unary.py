@@ -40,8 +40,8 @@ class Frame:
     def handler(self, request_type: type[M], call: Callable[[M], Coroutine[Any, Any, Answer]]) -> Handler:
         """Make a handler of a call that continues when its caller leaves, so that no change is left half done."""
 
-        async def to_its_end(request: M, _: Context) -> Answer:
-            return await unbroken(call(request))
+        async def to_its_end(request: M, context: Context) -> Answer:
+            return await _continued(call(request), context)
 
         return self.cancelled_handler(request_type, to_its_end)
 
@@ -68,7 +68,7 @@ class Frame:
                     retry_after_ms=wait_ms,
                     former_owner_ms=wait_ms,
                 )
-            return await unbroken(call(request))
+            return await _continued(call(request), context)
 
         return self.cancelled_handler(request_type, told)
 
@@ -111,6 +111,9 @@ class Frame:
                 context.check(request)
                 async with contextlib.aclosing(call(request)) as answers:
                     async for answer in answers:
+                        if context.is_audited and isinstance(answer, message.Message):
+                            # Each answer counts from the beginning.
+                            context.counts = admission.counts_of(answer)
                         await context.write(answer if isinstance(answer, bytes) else answer.SerializeToString())
             except Exception as error:  # noqa: BLE001 - every error has a status
                 await status.abort(context, error)
@@ -118,7 +121,13 @@ class Frame:
         return grpc.unary_stream_rpc_method_handler(handle)
 
 
-async def unbroken(call: Coroutine[Any, Any, T]) -> T:
+async def _continued(call: Coroutine[Any, Any, Answer], context: Context) -> Answer:
+    """Return the call's answer, like `unbroken`; the audit log learns what was done."""
+    context.work = asyncio.ensure_future(call)
+    return await unbroken(context.work)
+
+
+async def unbroken(call: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
     """Return the call's answer. The call continues if its waiter is cancelled."""
     work = asyncio.ensure_future(call)
     try:

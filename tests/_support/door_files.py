@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -52,9 +53,9 @@ class DoorFiles:
             f"{name}={path}" for name, path in (found | ({"tls.client_ca_file": self.ca} if mutual else {})).items()
         ]
 
-    def issue(self) -> None:
+    def issue(self, *, not_after: datetime.datetime | None = None) -> None:
         """Another certificate, and its key."""
-        issued = self.authority.issue_cert("localhost", "127.0.0.1")
+        issued = self.authority.issue_cert("localhost", "127.0.0.1", not_after=not_after)
         issued.private_key_pem.write_to_path(self.folder / "next.key")
         issued.cert_chain_pems[0].write_to_path(self.folder / "next.crt")
         (self.folder / "next.key").replace(self.key)

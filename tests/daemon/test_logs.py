@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -55,3 +56,46 @@ def test_what_is_below_the_level_is_not_written() -> None:
     logs.configure(level="warning", stream=stream)
     logging.getLogger("daemon.x").info("nothing")
     assert stream.getvalue() == ""
+
+
+HOSTILE = "a\x1b[2J\x9b5n\x7f\u202eb\u2066\u2028\U000e0001"
+
+
+def test_marks_that_move_a_terminal_are_escaped_in_text() -> None:
+    stream = io.StringIO()
+    logs.configure(stream=stream)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logging.getLogger("daemon.x").exception("topic %s", HOSTILE, extra={"topic": HOSTILE})
+    lines = stream.getvalue().splitlines()
+    assert len(lines) > 3
+    assert all(line.isprintable() for line in lines)
+    assert lines[0].count(r"a\u001b[2J\u009b5n\u007f\u202eb\u2066\u2028\udb40\udc01") == 2
+
+
+def test_marks_that_move_a_terminal_are_escaped_in_json() -> None:
+    stream = io.StringIO()
+    logs.configure(form="json", stream=stream)
+    logging.getLogger("daemon.x").warning("topic %s", HOSTILE, extra={"topic": f"{HOSTILE} Zürich"})
+    (line,) = stream.getvalue().splitlines()
+    assert line.isprintable()
+    assert "Zürich" in line
+    assert json.loads(line)["topic"] == f"{HOSTILE} Zürich"
+
+
+def test_lines_of_grpc_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    logs.configure(stream=stream)
+    now_s = 600.0
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    of_grpc = logging.getLogger("grpc._cython.cygrpc")
+    for _ in range(logs.GRPC_LINES_MAX + 7):
+        of_grpc.error("something")
+        logging.getLogger("daemon.x").error("ours")
+    now_s += 60
+    of_grpc.error("the last")
+    lines = stream.getvalue().splitlines()
+    assert sum("something" in line for line in lines) == logs.GRPC_LINES_MAX
+    assert sum("ours" in line for line in lines) == logs.GRPC_LINES_MAX + 7
+    assert lines[-1].endswith("the last left_out=7")

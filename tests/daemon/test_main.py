@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import datetime
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,6 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from daemon import config
 from daemon.auth import hash_of
+from tests._support import raw_http2
+from tests._support.door_files import door_files, identity
 from tests._support.processes import child, run_program
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -151,6 +155,30 @@ def test_health_is_asked_over_the_unix_socket_and_what_is_made_is_for_this_user_
     assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
     assert not victim.exists()
     assert not ready_file.is_symlink()
+
+
+def test_health_names_a_certificate_that_expires_soon_and_the_log_no_call_that_breaks_the_protocol(
+    tmp_path: Path,
+) -> None:
+    files = door_files(tmp_path, identity("one", ["inspect"], [""]))
+    files.issue(not_after=datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=5))
+    addresses = ("grpc.listen=127.0.0.1:0", "metrics.listen=127.0.0.1:0", f"grpc.unix_socket={tmp_path}/sock")
+    settings = [argument for each in (*addresses, *files.settings()) for argument in ("--set", each)]
+    ready_file = tmp_path / "ready.json"
+    with tarryd("--ready-file", str(ready_file), *settings, folder=tmp_path) as process:
+        ready(ready_file, process)
+        with grpc.insecure_channel(f"unix:{tmp_path}/sock") as channel:
+            watch = cast(Any, health_pb2_grpc.HealthStub(channel)).Watch(health_pb2.HealthCheckRequest(), timeout=600)
+            next(each for each in watch if each.status == health_pb2.HealthCheckResponse.SERVING)
+            watch.cancel()
+        # A value that no table of gRPC's knows, of which it would print a line past the log
+        raw_http2.ended(f"{tmp_path}/sock", "/tarry.v1.Cluster/GetVersion", [(b"grpc-encoding", b"zzz")])
+        status, output = run(*settings, "health", folder=tmp_path)
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=600)
+    named = "a certificate in tls.cert_file expires at 20"
+    assert (status, output.startswith(f"serving; {named}")) == (0, True)
+    assert all(re.match(r"20\d\d-\d\d-\d\dT", line) for line in log.splitlines())
 
 
 def test_health_takes_the_options_of_settings_before_it_and_after_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import urllib.request
 from pathlib import Path
@@ -71,6 +72,7 @@ def used() -> metrics.Metrics:
     everything.dead_letters_left("t", "purged", rows=1)
     everything.topic_deleted()
     everything.set_files_refused("certificates", True)
+    everything.collect_expiry_from(lambda setting: math.nan)
     everything.caller_refused(errors.PermissionDenied("no"))
     everything.slot_written(size_bytes=1000, seconds=0.003)
     everything.commit("seal", "committed", conflicts=2)

@@ -24,6 +24,7 @@ import msgspec
 import msgspec.structs
 
 import tarry
+from tarry.printable import printable
 from tarry_relay import port, relay_settings, sessions, status_endpoint
 from tarry_relay.former_generations import former_topics
 from tarry_relay.health import Health
@@ -61,7 +62,8 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(entry, enc_hook=str).decode()
+        # Names come from anyone, and lines are shown on terminals.
+        return json.dumps(entry, default=str)
 
 
 @click.group(
@@ -164,7 +166,7 @@ async def _check(settings: relay_settings.Settings, *, tell: bool) -> list[port.
         async for each in sessions.judged(settings, ends):
             found.append(each)
             if tell:
-                click.echo(f"{_WORDS[each.grade]:5} {each.name}: {each.text}")
+                click.echo(printable(f"{_WORDS[each.grade]:5} {each.name}: {each.text}"))
     return found
 
 
@@ -187,7 +189,7 @@ def status(file: Path, as_json: bool) -> None:
         return
     width = max(map(len, told))
     for name, value in told.items():
-        click.echo(f"{name:{width}}  {value if isinstance(value, str) else f'{value:,}'}")
+        click.echo(printable(f"{name:{width}}  {value if isinstance(value, str) else f'{value:,}'}"))
 
 
 async def _status(settings: relay_settings.Settings) -> dict[str, str | int]:
@@ -221,7 +223,7 @@ def _failures() -> Iterator[None]:
         _end(str(error), EXIT_SETTINGS)
     except sessions.WrongEnds as error:
         for each in error.findings:
-            click.echo(f"tarry-relay: {each.name}: {each.text}", err=True)
+            click.echo(printable(f"tarry-relay: {each.name}: {each.text}"), err=True)
         _end("does not start; `tarry-relay check` shows the same, and source.accept may accept it", EXIT_FOUND)
     except (port.Unreachable, port.SessionOver) as error:
         _end(str(error), EXIT_UNREACHABLE)
@@ -234,7 +236,7 @@ def _failures() -> Iterator[None]:
 
 
 def _end(text: str, status: int) -> None:
-    click.echo(f"tarry-relay: {text}", err=True)
+    click.echo(printable(f"tarry-relay: {text}"), err=True)
     sys.exit(status)
 
 

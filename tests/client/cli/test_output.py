@@ -8,8 +8,10 @@ import json
 import sys
 import time
 
+import click
 import pytest
 
+from tarry import errors
 from tarry.cli import output, rows
 
 
@@ -117,6 +119,27 @@ def test_what_is_not_printable_in_a_name_is_escaped_in_a_terminal(capsys: pytest
     assert r"a\x1b[2Jb" in (shown := capsys.readouterr().out)
     assert r"c\rd" in shown
     assert "\x1b[2J" not in shown
+
+
+def test_what_is_not_printable_is_escaped_in_lines_notes_and_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "a\x1b[2J\x9b5n\u202eb"
+    output.line(f"{hostile} is deleted")
+    output.note(hostile)
+    with pytest.raises(click.exceptions.Exit), output.failures("host:1"):
+        raise errors.NotFound(f"topic {hostile} is not there")
+    shown = capsys.readouterr()
+    assert shown.out == "a\\x1b[2J\\x9b5n\\u202eb is deleted\n"
+    assert (shown.err.count(r"a\x1b[2J\x9b5n\u202eb"), len(shown.err.splitlines())) == (2, 2)
+    assert shown.err.replace("\n", "").isprintable()
+
+
+@pytest.mark.usefixtures("terminal")
+def test_what_is_not_printable_is_escaped_in_titles(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table("Rows of \x9b5n\u202e", ["name"], [["a"]], empty="none")
+    output.facts("Facts of \x9b5n\u202e", {"name": "a"})
+    shown = capsys.readouterr().out
+    assert r"\x9b5n" in shown
+    assert not {"\x9b", "\u202e"} & set(shown)
 
 
 def test_json_has_names_for_the_members_of_an_enum(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from daemon import config, errors
 from daemon.audit_log import AuditLog
 from daemon.auth import Door, Scope, hash_of
 from daemon.grpc_services import admission, pipeline
+from daemon.settings import AccessSettings
 from tarry.v1 import (
     access_pb2,
     admin_pb2,
@@ -113,12 +114,12 @@ class Guest:
 
     def __init__(self, channel: grpc.aio.Channel, token: str | None) -> None:
         self.channel = channel
-        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        self.metadata = () if token is None else (("authorization", f"Bearer {token}"),)
 
     def open(self, method: MethodDescriptor) -> Any:
         """The call, of whatever kind, as a stream of bytes in both directions."""
         call: Any = self.channel.stream_stream(f"/tarry.v1.{name_of(method)}")
-        return call(timeout=PATIENCE_S, metadata=self._metadata)
+        return call(timeout=PATIENCE_S, metadata=self.metadata)
 
     async def outcome(self, method: MethodDescriptor, request: message.Message) -> tuple[grpc.StatusCode, str]:
         """How the call ends. Of a stream of adds or of lanes: how its request is answered."""
@@ -366,6 +367,9 @@ async def test_the_streams_of_who_is_revoked_or_may_do_something_else_end(
     assert [await each.code() for each in streams] == [ends] * 3
 
 
+UNTOLD = AuditLog(AccessSettings())
+
+
 class SlowCall:
     """gRPC's context of a call whose responses take until they are `sent`."""
 
@@ -381,7 +385,7 @@ class SlowCall:
 
 async def test_a_call_that_is_ended_while_a_response_is_under_way_ends_behind_it() -> None:
     slow: Any = SlowCall()
-    call = admission.Context(slow, admission.Rule.of(METHODS_BY_NAME["Subscribe"]), lambda *_: None)
+    call = admission.Context(slow, admission.Rule.of(METHODS_BY_NAME["Subscribe"]), lambda *_: None, UNTOLD)
     serving = asyncio.ensure_future(call.write(b""))
     await asyncio.sleep(0)
     call.end(errors.Unavailable("gone"), serving)
@@ -394,7 +398,7 @@ async def test_a_call_that_is_ended_while_a_response_is_under_way_ends_behind_it
 
 async def test_a_call_whose_writer_holds_a_lock_ends_behind_the_response_too() -> None:
     slow: Any = SlowCall()
-    call = admission.Context(slow, admission.Rule.of(METHODS_BY_NAME["Subscribe"]), lambda *_: None)
+    call = admission.Context(slow, admission.Rule.of(METHODS_BY_NAME["Subscribe"]), lambda *_: None, UNTOLD)
     writing = asyncio.Lock()
 
     async def write() -> None:
@@ -470,6 +474,132 @@ async def test_the_audit_log_tells_of_changes_and_refusals_without_a_token(guard
     assert all(line["peer"].startswith("ipv4:127.0.0.1:") for line in guarded.lines())
     assert "secret" not in guarded.audit.read_text()
     assert guarded.audit.stat().st_mode & 0o777 == 0o600
+
+
+async def told(guarded: Guarded, count: int) -> list[dict[str, Any]]:
+    """The lines of the audit log, of which the last may come after its call has been answered."""
+    async with asyncio.timeout(PATIENCE_S):
+        while len(guarded.lines()) < count:  # noqa: ASYNC110 - the log says nothing when it grows
+            await asyncio.sleep(0.005)
+    return guarded.lines()
+
+
+def shown(lines: list[dict[str, Any]]) -> list[tuple[str, str, str, dict[str, Any]]]:
+    assert {(line["message"], line["identity"], line["topic"]) for line in lines} == {("call", "all", "own/a")}
+    return [(line["call"], line["subscription"], line["outcome"], line["counts"]) for line in lines]
+
+
+async def test_the_audit_log_tells_what_was_withdrawn(guarded: Guarded) -> None:
+    everybody = guarded.guest(token_of("all"))
+    rows = delayed_delivery_pb2.AddMessagesRequest(
+        topic="own/a", ledger_id=[1], entry_id=range(500), delay_ms=[60_000_000]
+    )
+    rescheduled = delayed_delivery_pb2.RescheduleMessagesRequest(
+        topic="own/a", ledger_id=[1], entry_id=range(5), delay_ms=[70_000_000]
+    )
+    cancelled = delayed_delivery_pb2.CancelMessagesRequest(topic="own/a", ledger_id=[1], entry_id=range(600))
+    wrong = delayed_delivery_pb2.CancelMessagesRequest(topic="own/a", ledger_id=[1, 2], entry_id=range(3))
+    await everybody.outcome(METHODS_BY_NAME["AddMessages"], rows)
+    await everybody.outcome(METHODS_BY_NAME["RescheduleMessages"], rescheduled)
+    await everybody.outcome(METHODS_BY_NAME["CancelMessages"], cancelled)
+    await everybody.outcome(METHODS_BY_NAME["CancelMessages"], wrong)
+    assert shown(await told(guarded, 3)) == [
+        ("DelayedDelivery/RescheduleMessages", "", "OK", {"asked": 5, "rescheduled": 5}),
+        ("DelayedDelivery/CancelMessages", "", "OK", {"asked": 600, "cancelled": 500, "not_found": 100}),
+        ("DelayedDelivery/CancelMessages", "", "INVALID_ARGUMENT", {"asked": 3}),
+    ]
+
+
+async def test_the_audit_log_tells_of_rejections_and_not_of_other_answers_of_dispatchers(guarded: Guarded) -> None:
+    everybody = guarded.guest(token_of("all"))
+    policy = dispatch_pb2.CreateSubscriptionRequest(topic="own/a", subscription="s")
+    await everybody.outcome(METHODS_BY_NAME["CreateSubscription"], policy)
+    where: dict[str, Any] = {"ledger_id": [1], "deliver_at_ms": [0]}
+    for method, request in (
+        ("Acknowledge", dispatch_pb2.AcknowledgeRequest(topic="own/a", subscription="s", entry_id=[1], **where)),
+        (
+            "NegativeAcknowledge",
+            dispatch_pb2.NegativeAcknowledgeRequest(topic="own/a", subscription="s", entry_id=[2], **where),
+        ),
+        (
+            "NegativeAcknowledge",
+            dispatch_pb2.NegativeAcknowledgeRequest(
+                topic="own/a", subscription="s", entry_id=[3, 4], reject=True, reason="no", **where
+            ),
+        ),
+    ):
+        await everybody.outcome(METHODS_BY_NAME[method], request)
+    rejected = dispatch_pb2.NegativeAcknowledge(request_id=7, entry_id=[5, 6, 7], reject=True, **where)
+    requests = [
+        dispatch_pb2.SubscribeRequest(
+            open=dispatch_pb2.Open(topic="own/a", subscription="s", type=dispatch_pb2.SUBSCRIPTION_TYPE_SHARED)
+        ),
+        dispatch_pb2.SubscribeRequest(
+            negative_acknowledge=dispatch_pb2.NegativeAcknowledge(request_id=6, entry_id=[8], **where)
+        ),
+        dispatch_pb2.SubscribeRequest(negative_acknowledge=rejected),
+    ]
+    subscribed = everybody.open(METHODS_BY_NAME["Subscribe"])
+    for each in requests:
+        await subscribed.write(each.SerializeToString())
+    await told(guarded, 3)
+    # One that is not to be answered
+    unanswered = dispatch_pb2.NegativeAcknowledge(entry_id=[9], reject=True, **where)
+    requests[2] = dispatch_pb2.SubscribeRequest(negative_acknowledge=unanswered)
+    lanes = everybody.open(METHODS_BY_NAME["SubscribeMany"])
+    in_lane = [dispatch_pb2.LaneRequest(lane=1, request=each) for each in (requests[0], requests[2])]
+    await lanes.write(dispatch_pb2.SubscribeManyRequest(requests=in_lane).SerializeToString())
+    lines = await told(guarded, 4)
+    rejections = {"asked": 2, "dead_lettered": 2}, {"asked": 3, "dead_lettered": 3, "ignored": 0}
+    assert shown(lines[1:]) == [
+        ("Dispatch/NegativeAcknowledge", "s", "OK", rejections[0]),
+        ("Dispatch/Subscribe", "s", "OK", rejections[1]),
+        ("Dispatch/SubscribeMany", "s", "OK", {"asked": 1, "dead_lettered": 1, "ignored": 0}),
+    ]
+    assert [line["request_id"] for line in lines[1:]] == ["", 7, 0]
+    for call in (subscribed, lanes):
+        call.cancel()
+
+
+async def test_the_audit_log_tells_what_became_of_a_call_that_its_caller_left(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everybody = guarded.guest(token_of("all"))
+    await everybody.outcome(METHODS_BY_NAME["AddMessages"], plain_add("own/a"))
+    requests = guarded.edge.engine.requests
+    began, may_go_on, delete = asyncio.Event(), asyncio.Event(), requests.delete_topic
+
+    async def slowly(topic: str) -> Any:
+        began.set()
+        await may_go_on.wait()
+        return await delete(topic)
+
+    monkeypatch.setattr(requests, "delete_topic", slowly)
+    for topic, outcome in (("own/a", "OK"), ("own/none", "NOT_FOUND")):
+        began.clear()
+        may_go_on.clear()
+        call = everybody.open(METHODS_BY_NAME["DeleteTopic"])
+        await call.write(admin_pb2.DeleteTopicRequest(topic=topic).SerializeToString())
+        await call.done_writing()
+        await began.wait()
+        before = guarded.admission.open_calls
+        call.cancel()
+        async with asyncio.timeout(PATIENCE_S):
+            while guarded.admission.open_calls == before:  # noqa: ASYNC110 - nor does the gate
+                await asyncio.sleep(0.005)
+        known = len(guarded.lines())
+        may_go_on.set()
+        line = (await told(guarded, known + 1))[-1]
+        assert (line["topic"], line["outcome"], line["answered"]) == (topic, outcome, "CANCELLED")
+    assert [line["counts"].get("rows", 0) for line in guarded.lines()] == [1, 0]
+
+
+async def test_the_audit_log_has_the_id_that_a_caller_gives_a_call(guarded: Guarded) -> None:
+    guest = guarded.guest(token_of("all"))
+    guest.metadata = (*guest.metadata, (admission.REQUEST_ID_KEY, "x" * 500))
+    await guest.outcome(METHODS_BY_NAME["DeleteTopic"], admin_pb2.DeleteTopicRequest(topic="own/none"))
+    (line,) = await told(guarded, 1)
+    assert line["request_id"] == "x" * admission.REQUEST_ID_LENGTH_MAX
 
 
 async def reflected(guest: Guest) -> grpc.StatusCode:

@@ -273,6 +273,9 @@ class _Caller:
     def check_topic(self, topic: str) -> None:
         """It may use all."""
 
+    def tell_request(self, *_: object, **__: object) -> None:
+        """Nothing is logged of it."""
+
 
 @pytest.mark.parametrize("kind", [SHARED, pb.SubscriptionType.SUBSCRIPTION_TYPE_KEY_SHARED])
 async def test_a_row_does_not_come_after_the_answer_to_its_acknowledgement(

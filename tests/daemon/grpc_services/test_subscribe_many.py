@@ -366,6 +366,9 @@ class _Caller:
     def check_topic(self, topic: str) -> None:
         """It may use all."""
 
+    def tell_request(self, *_: object, **__: object) -> None:
+        """Nothing is logged of it."""
+
 
 def rows_by_lane(caller: _Caller) -> collections.Counter[int]:
     counts: collections.Counter[int] = collections.Counter()

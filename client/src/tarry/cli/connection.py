@@ -20,6 +20,7 @@ from click.core import ParameterSource
 
 from tarry import credentials, errors, inspection
 from tarry.cli import output
+from tarry.printable import printable
 from tarry.threads import client
 
 DEFAULT_TIMEOUT_S = 10.0
@@ -240,7 +241,7 @@ def asked_first(question: Callable[..., str | None]) -> Callable[[Callable[..., 
 
 def _ask(question: str) -> None:
     try:
-        wanted = click.confirm(question, err=True)
+        wanted = click.confirm(printable(question), err=True)
     except click.Abort:
         if sys.stdin.isatty():
             raise

@@ -198,7 +198,7 @@ def replay_dead_letters(
         output.as_json({"topic": topic, "subscription": subscription, **vars(became)})
     else:
         stayed = f"; {became.skipped:,} stay, because a row of their position exists" if became.skipped else ""
-        click.echo(f"replayed {output.count_text(became.replayed, 'dead letter')} of {subscription}{stayed}")
+        output.line(f"replayed {output.count_text(became.replayed, 'dead letter')} of {subscription}{stayed}")
     if became.skipped:
         raise click.exceptions.Exit(output.EXIT_NOT_ALL)
 
@@ -239,7 +239,7 @@ def purge_dead_letters(
     if as_json:
         output.as_json({"topic": topic, "subscription": subscription, "purged": purged})
     else:
-        click.echo(f"forgot {output.count_text(purged, 'dead letter')} of {subscription}")
+        output.line(f"forgot {output.count_text(purged, 'dead letter')} of {subscription}")
 
 
 def _portions(

@@ -542,7 +542,7 @@ def _show_recorded(topic: str, became: deletions.RecordedDeletes, *, as_json: bo
         output.as_json({"topic": topic, **counts, "refused": refused})
     else:
         before = f", {len(became.already_recorded):,} of them before" if became.already_recorded else ""
-        click.echo(f"recorded {output.count_text(len(became.recorded), 'deletion')} of {topic}{before}")
+        output.line(f"recorded {output.count_text(len(became.recorded), 'deletion')} of {topic}{before}")
         if refused:
             output.table(
                 f"Refused of {topic}",

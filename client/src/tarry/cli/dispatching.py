@@ -13,6 +13,7 @@ import click
 
 from tarry import batch, columns, hashing, key_shared, results
 from tarry.cli import connection, output, rows
+from tarry.printable import printable
 from tarry.threads import client, subscription
 
 _WHY = {
@@ -130,7 +131,9 @@ def _print_batch(received: batch.Batch, *, as_json: bool) -> None:
     if isinstance(received, key_shared.ConsumerBatch):
         besides |= {"consumer": received.consumer.name, "consumer_id": received.consumer_id}
     lines = [
-        json.dumps(row | besides) if as_json else f"{output.time_text(row['received_at_ms'])}  {_text(row | besides)}"
+        json.dumps(row | besides)
+        if as_json
+        else printable(f"{output.time_text(row['received_at_ms'])}  {_text(row | besides)}")
         for row in _rows(received)
     ]
     if lines:

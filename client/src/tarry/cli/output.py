@@ -30,6 +30,7 @@ import rich.table
 from numpy.typing import NDArray
 
 from tarry import columns, errors, results
+from tarry.printable import printable
 
 EXIT_REFUSED = 1
 EXIT_INPUT = 2
@@ -135,7 +136,7 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]], *,
     listed = list(rows)
     if listed:
         shown = rich.table.Table(
-            title=rich.markup.escape(title), title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+            title=_text(title), title_justify="left", box=rich.box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
         )
         for name, value in zip(names, listed[0], strict=True):
             shown.add_column(name, overflow="fold", justify="right" if _is_number(value) else "left")
@@ -158,7 +159,7 @@ def _lines(names: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str
     is_empty = True
     for row in rows:
         # `click.echo` would flush each line.
-        sys.stdout.write("\t".join(_printable(str(value)) for value in row) + "\n")
+        sys.stdout.write("\t".join(printable(str(value)) for value in row) + "\n")
         is_empty = False
     if is_empty:
         note(empty)
@@ -168,9 +169,9 @@ def facts(title: str, values: Mapping[str, object]) -> None:
     """Print names and values, one a line."""
     if not sys.stdout.isatty():
         for name, value in values.items():
-            click.echo(f"{name}\t{_printable(str(value))}")
+            click.echo(f"{name}\t{printable(str(value))}")
         return
-    shown = rich.table.Table(title=rich.markup.escape(title), title_justify="left", box=None, show_header=False)
+    shown = rich.table.Table(title=_text(title), title_justify="left", box=None, show_header=False)
     for name, value in values.items():
         shown.add_row(name, _cell(value))
     rich.console.Console().print(shown)
@@ -196,7 +197,12 @@ def _says_something(value: object) -> bool:
 
 def note(text: str) -> None:
     """Print a line for people on stderr, out of the way of what a pipe reads."""
-    click.echo(f"tarry: {text}", err=True)
+    click.echo(f"tarry: {printable(text)}", err=True)
+
+
+def line(text: str) -> None:
+    """Print a line that may have names in it."""
+    click.echo(printable(text))
 
 
 def first_notes(texts: Iterable[str], *, count: int) -> None:
@@ -299,7 +305,7 @@ class Progress:
         self._bar.advance(self._task, rows)
 
     def set(self, label: str, *, done: int, total: int | None) -> None:
-        self._bar.update(self._task, description=rich.markup.escape(label), completed=done, total=total)
+        self._bar.update(self._task, description=_text(label), completed=done, total=total)
 
 
 @contextmanager
@@ -316,7 +322,7 @@ def progress(label: str, *, total: int | None, quiet: bool) -> Iterator[Progress
         transient=True,
         disable=quiet or not console.is_terminal,
     ) as bar:
-        yield Progress(bar, bar.add_task(rich.markup.escape(label), total=total))
+        yield Progress(bar, bar.add_task(_text(label), total=total))
 
 
 @contextmanager
@@ -326,8 +332,8 @@ def waiting(label: str) -> Iterator[Callable[[str], None]]:
     if not console.is_terminal:
         yield lambda text: None
         return
-    with console.status(rich.markup.escape(label)) as status:
-        yield lambda text: status.update(rich.markup.escape(text))
+    with console.status(_text(label)) as status:
+        yield lambda text: status.update(_text(text))
 
 
 @contextmanager
@@ -337,7 +343,7 @@ def failures(address: str) -> Iterator[None]:
         yield
     except errors.TarryError as error:
         text, status = _explain(error, address)
-        click.echo(f"tarry: {text}", err=True)
+        note(text)
         raise click.exceptions.Exit(status) from error
 
 
@@ -397,12 +403,10 @@ def _is_number(value: object) -> bool:
 
 def _cell(value: Any) -> str:
     if isinstance(value, (At, Several)):
-        return rich.markup.escape(_printable(value.short))
-    return f"{value:,}" if _is_number(value) else rich.markup.escape(_printable(str(value)))
+        return _text(value.short)
+    return f"{value:,}" if _is_number(value) else _text(str(value))
 
 
-def _printable(text: str) -> str:
-    """Escape characters that would move the cursor, begin a column or end a line: names may come from anyone."""
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+def _text(text: str) -> str:
+    """Return a text for rich: nothing in it is markup."""
+    return rich.markup.escape(printable(text))

@@ -20,6 +20,7 @@ import rich.text
 
 from tarry import inspection
 from tarry.cli import connection, output, rows
+from tarry.printable import printable
 from tarry.threads import client
 
 _SECOND_MS, _DAY_MS = 1000, 86_400_000
@@ -77,7 +78,7 @@ def draw(histogram: inspection.Histogram, title: str) -> None:
         # more is not rounded to nothing.
         length = max(drawn, most / (8 * bar_columns - 1)) if drawn else 0
         grid.add_row(rich.text.Text(label), f"{drawn:,}", rich.bar.Bar(most or 1, 0, length, width=bar_columns))
-    console.print(rich.text.Text(title))
+    console.print(rich.text.Text(printable(title)))
     console.print(grid)
 
 

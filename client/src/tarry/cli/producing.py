@@ -399,9 +399,9 @@ def trim(
         counts = {"trimmed": int(trimmed), "dead_lettered": trimmed.dead_lettered}
         output.as_json({"topic": topic, "subscription": subscription, **counts})
     elif dead_letter:
-        click.echo(f"{output.rows_text(trimmed)} of {about} became dead letters")
+        output.line(f"{output.rows_text(trimmed)} of {about} became dead letters")
     else:
-        click.echo(f"dropped {output.rows_text(trimmed)} of {about}")
+        output.line(f"dropped {output.rows_text(trimmed)} of {about}")
 
 
 @connection.command()
@@ -425,4 +425,4 @@ def clear(*, connected: client.Client, topic: str, subscription: str | None, as_
     if as_json:
         output.as_json({"topic": topic, "subscription": subscription, "cleared": cleared})
     else:
-        click.echo(f"dropped {output.rows_text(cleared)} of {about}")
+        output.line(f"dropped {output.rows_text(cleared)} of {about}")

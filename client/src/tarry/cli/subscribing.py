@@ -151,7 +151,7 @@ def create_subscription(
         output.as_json({"topic": topic, "subscription": subscription, **vars(created)})
     else:
         became = "is created" if created.created else "exists already"
-        click.echo(f"{subscription} {became}, id {created.subscription_id}")
+        output.line(f"{subscription} {became}, id {created.subscription_id}")
 
 
 @subscription.command("update")
@@ -213,6 +213,6 @@ def delete_subscription(*, connected: client.Client, topic: str, subscription: s
     if as_json:
         output.as_json({"topic": topic, "subscription": subscription, "deleted": True, **vars(deleted)})
     elif deleted.dead_letters:
-        click.echo(f"{subscription} is deleted with {output.count_text(deleted.dead_letters, 'dead letter')}")
+        output.line(f"{subscription} is deleted with {output.count_text(deleted.dead_letters, 'dead letter')}")
     else:
-        click.echo(f"{subscription} is deleted")
+        output.line(f"{subscription} is deleted")

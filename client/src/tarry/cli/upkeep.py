@@ -30,9 +30,9 @@ def seal(*, connected: client.Client, topic: str, as_json: bool) -> None:
     if as_json:
         output.as_json({"topic": topic, **vars(sealed)})
     elif sealed.rows:
-        click.echo(f"sealed {output.rows_text(sealed.rows)} of {topic} into {sealed.bucket}")
+        output.line(f"sealed {output.rows_text(sealed.rows)} of {topic} into {sealed.bucket}")
     else:
-        click.echo(f"{topic} has nothing to seal")
+        output.line(f"{topic} has nothing to seal")
 
 
 @connection.command()
@@ -60,9 +60,9 @@ def merge(*, connected: client.Client, topic: str, buckets_max: int | None, as_j
     if as_json:
         output.as_json({"topic": topic, "buckets_before": before, **vars(now)})
     elif made:
-        click.echo(f"merged {topic}: {_buckets_text(now.buckets)} now, {before:,} before")
+        output.line(f"merged {topic}: {_buckets_text(now.buckets)} now, {before:,} before")
     else:
-        click.echo(f"{topic} has nothing to merge: {_buckets_text(now.buckets)}")
+        output.line(f"{topic} has nothing to merge: {_buckets_text(now.buckets)}")
 
 
 def _merge(connected: client.Client, topic: str, buckets_max: int | None) -> tuple[results.Merged, bool]:

@@ -135,7 +135,7 @@ def delete(*, connected: client.Client, topic: str, as_json: bool) -> None:
     else:
         # The answer with the count was lost.
         counted = "its rows" if deleted.rows is None else output.rows_text(deleted.rows)
-        click.echo(f"{topic} is deleted with {counted}")
+        output.line(f"{topic} is deleted with {counted}")
 
 
 @connection.command()

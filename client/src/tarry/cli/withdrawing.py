@@ -131,7 +131,7 @@ def _show(account: _Account, done: str, about: dict[str, object], *, as_json: bo
         output.as_json({**about, done: account.done, **account.left, "answers_lost": account.answers_lost})
     else:
         left = ", ".join(f"{account.rows(reason):,} {text}" for reason, text in REASONS.items() if account.left[reason])
-        click.echo(f"{done} {output.rows_text(account.done)} of {topic}" + (f"; unchanged: {left}" if left else ""))
+        output.line(f"{done} {output.rows_text(account.done)} of {topic}" + (f"; unchanged: {left}" if left else ""))
         if not account.all_done:
             _list_ranges(topic, account)
     if account.raised:

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import descriptor_pb2 as google_dot_protobuf_dot_descriptor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tarry/v1/access.proto\x12\x08tarry.v1\x1a google/protobuf/descriptor.proto\"\x81\x01\n\x06\x41\x63\x63\x65ss\x12\x1e\n\x05scope\x18\x01 \x01(\x0e\x32\x0f.tarry.v1.Scope\x12#\n\ntopic_wide\x18\x02 \x01(\x0e\x32\x0f.tarry.v1.Scope\x12\r\n\x05topic\x18\x03 \x01(\t\x12\x12\n\nany_prefix\x18\x04 \x01(\x08\x12\x0f\n\x07\x61udited\x18\x05 \x01(\x08*w\n\x05Scope\x12\x15\n\x11SCOPE_UNSPECIFIED\x10\x00\x12\r\n\tSCOPE_ADD\x10\x01\x12\x12\n\x0eSCOPE_DISPATCH\x10\x02\x12\x11\n\rSCOPE_INSPECT\x10\x03\x12\x0f\n\x0bSCOPE_ADMIN\x10\x04\x12\x10\n\x0cSCOPE_DELETE\x10\x05:B\n\x06\x61\x63\x63\x65ss\x12\x1e.google.protobuf.MethodOptions\x18\x9d\x8a\x03 \x01(\x0b\x32\x10.tarry.v1.Accessb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tarry/v1/access.proto\x12\x08tarry.v1\x1a google/protobuf/descriptor.proto\"\x97\x01\n\x06\x41\x63\x63\x65ss\x12\x1e\n\x05scope\x18\x01 \x01(\x0e\x32\x0f.tarry.v1.Scope\x12#\n\ntopic_wide\x18\x02 \x01(\x0e\x32\x0f.tarry.v1.Scope\x12\r\n\x05topic\x18\x03 \x01(\t\x12\x12\n\nany_prefix\x18\x04 \x01(\x08\x12\x0f\n\x07\x61udited\x18\x05 \x01(\x08\x12\x14\n\x0c\x61udited_with\x18\x06 \x01(\t*w\n\x05Scope\x12\x15\n\x11SCOPE_UNSPECIFIED\x10\x00\x12\r\n\tSCOPE_ADD\x10\x01\x12\x12\n\x0eSCOPE_DISPATCH\x10\x02\x12\x11\n\rSCOPE_INSPECT\x10\x03\x12\x0f\n\x0bSCOPE_ADMIN\x10\x04\x12\x10\n\x0cSCOPE_DELETE\x10\x05:B\n\x06\x61\x63\x63\x65ss\x12\x1e.google.protobuf.MethodOptions\x18\x9d\x8a\x03 \x01(\x0b\x32\x10.tarry.v1.Accessb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tarry.v1.access_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SCOPE']._serialized_start=201
-  _globals['_SCOPE']._serialized_end=320
+  _globals['_SCOPE']._serialized_start=223
+  _globals['_SCOPE']._serialized_end=342
   _globals['_ACCESS']._serialized_start=70
-  _globals['_ACCESS']._serialized_end=199
+  _globals['_ACCESS']._serialized_end=221
 # @@protoc_insertion_point(module_scope)

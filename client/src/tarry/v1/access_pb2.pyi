@@ -53,6 +53,7 @@ class Access(_message.Message):
     TOPIC_FIELD_NUMBER: _builtins.int
     ANY_PREFIX_FIELD_NUMBER: _builtins.int
     AUDITED_FIELD_NUMBER: _builtins.int
+    AUDITED_WITH_FIELD_NUMBER: _builtins.int
     scope: Global___Scope.ValueType
     topic_wide: Global___Scope.ValueType
     """The scope of a request without a subscription, where that is another one."""
@@ -63,7 +64,11 @@ class Access(_message.Message):
     any_prefix: _builtins.bool
     """The call is of no topic, or its answer leaves out those that the identity may not use."""
     audited: _builtins.bool
-    """The call changes something that the audit log tells of."""
+    """The call has a line of the audit log. `Subscribe` and `SubscribeMany` have one for each negative acknowledgement with
+    `reject`.
+    """
+    audited_with: _builtins.str
+    """The same, for requests in which this field is set alone."""
     def __init__(
         self,
         *,
@@ -72,10 +77,11 @@ class Access(_message.Message):
         topic: _builtins.str = ...,
         any_prefix: _builtins.bool = ...,
         audited: _builtins.bool = ...,
+        audited_with: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_prefix", b"any_prefix", "audited", b"audited", "scope", b"scope", "topic", b"topic", "topic_wide", b"topic_wide"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["any_prefix", b"any_prefix", "audited", b"audited", "audited_with", b"audited_with", "scope", b"scope", "topic", b"topic", "topic_wide", b"topic_wide"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
