@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from storage_backends import log_fence, object_store
 from storage_backends.formats import format_errors, names
-from storage_backends.formats.log_slot_format import Head, Heads, LogSlot
+from storage_backends.formats.log_slot_format import Head, Heads, LogSlot, LogSlotHeader
 from storage_backends.formats.manifest import LogRange, ShardManifest
 from storage_backends.slot_log import SlotLogs
 
@@ -240,11 +240,25 @@ def _slots(logs: SlotLogs, extent: Extent) -> Iterator[tuple[int, LogSlot | str]
     """Yield the number and the slot, or why it cannot be read, ascending."""
     slots = logs.log(extent.log_id)
     try:
-        for after in range(extent.after, extent.through, BATCH_SLOTS):
-            for number, body, damage in slots.read(after, min(after + BATCH_SLOTS, extent.through)):
+        after, through = extent.after, extent.through
+        before: LogSlotHeader | None = None
+        while after < through:
+            read = slots.read(after, min(after + BATCH_SLOTS, through))
+            if not read:
+                # A manifest may say any number: nothing is read behind the end.
+                through = min(through, slots.highest() or 0)
+            after += BATCH_SLOTS
+            for number, body, damage in read:
+                slot: LogSlot | None
                 try:
-                    yield number, log_fence.decoded(extent.log_id, number, body, damage)
+                    slot = log_fence.decoded(extent.log_id, number, body, damage)
                 except object_store.Damaged as error:
-                    yield number, str(error)
+                    follows = before is not None and before.number == number - 1
+                    slot = log_fence.restored(body, before if follows else None, error)
+                    if slot is None:
+                        yield number, str(error)
+                if slot is not None:
+                    before = slot.header
+                    yield number, slot
     finally:
         slots.close()

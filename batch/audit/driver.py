@@ -82,26 +82,13 @@ class LogPhase:
     # ---- the listing
 
     def _listed(self, tally: Tally) -> dict[str, list[int]]:
-        """Return the numbers of every log that has slots. A foreign key among them becomes a finding."""
-        listed: dict[str, list[int]] = {}
+        """Return the numbers of every log that has slots. A foreign name among them becomes a finding."""
         with _logs(self.root) as logs:
-            for log_id in self._ids(logs, tally):
-                try:
-                    numbers = _numbers(logs, log_id)
-                except object_store.Damaged as error:
-                    _tell_astray(tally, error)
-                else:
-                    if numbers:
-                        listed[log_id] = numbers
-        return listed
-
-    def _ids(self, logs: SlotLogs, tally: Tally) -> Iterable[str]:
-        try:
-            return sorted(logs.log_ids())
-        except object_store.Damaged as error:
-            _tell_astray(tally, error)
-            # Then the logs are those that manifests name.
-            return sorted(frozenset().union(*(log_audit.logs_of(tip) for tip in self.tips.values() if tip)))
+            for name in logs.foreign():
+                detail = "it is stored among logs, and is none"
+                tally.find(Finding(kind=Kind.FOREIGN, severity=Severity.WARNING, object=name, detail=detail))
+            listed = {log_id: _numbers(logs, log_id) for log_id in sorted(logs.log_ids())}
+            return {log_id: numbers for log_id, numbers in listed.items() if numbers}
 
     # ---- contradictions
 
@@ -162,11 +149,6 @@ def _numbers(logs: SlotLogs, log_id: str) -> list[int]:
         return slots.numbers()
     finally:
         slots.close()
-
-
-def _tell_astray(tally: Tally, error: object_store.Damaged) -> None:
-    detail = f"{error.reason}: it stops the log from being read"
-    tally.find(Finding(kind=Kind.FOREIGN, severity=Severity.ERROR, object=error.key, detail=detail))
 
 
 def _named(tips: Tips, shards: Iterable[int]) -> Iterator[str]:
@@ -486,8 +468,8 @@ class _Wave:
             for key in listed.foreign:
                 self._audit.find(Kind.FOREIGN, Severity.INFO, key, "it is no object of a shard", place=place)
             for key in listed.astray:
-                detail = "it is among manifests, and hides the newest one"
-                self._audit.find(Kind.FOREIGN, Severity.ERROR, key, detail, place=place)
+                detail = "it is stored among manifests, and is none"
+                self._audit.find(Kind.FOREIGN, Severity.WARNING, key, detail, place=place)
 
     # ---- manifests
 

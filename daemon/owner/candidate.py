@@ -233,6 +233,9 @@ class Candidate:
                 won.append(await self._claim(takeover, shard, fences, gone_owners))
             except Corruption as error:
                 damaged[shard] = error
+            except object_store.StoreRefused as error:
+                # No repetition helps, and any candidate would be refused.
+                unread[shard] = error
         others = (self._claim(takeover, shard, fences, gone_owners) for shard in shards)
         results = await asyncio.gather(*others, return_exceptions=True)
         for shard, result in zip(shards, results, strict=True):
@@ -316,4 +319,5 @@ class Candidate:
             log.error("shard %d cannot be served: %s", shard, error)
             self._environment.metrics.damage_found("shard")
         self._damaged[shard] = str(error)
+        self._standby.forget(shard)
         return error

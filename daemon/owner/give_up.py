@@ -89,10 +89,14 @@ class Loss:
 
     def describe(self) -> str:
         """Describe the loss to the operator, who has to accept it."""
-        shards = ", ".join(map(str, sorted(self.sections)))
+        lost = [
+            f"shard {shard} sections {self.heads[shard].last_slot + 1} to {self.heads[shard].last_slot + count}"
+            for shard, count in sorted(self.sections.items())
+            if count
+        ]
         return (
             f"log {self.log_id}: nothing is known of what slots {self.after + 1} to {max(self.through, self.highest)} "
-            f"held: the last that was added, acknowledged or changed in topics of shards {shards} is lost, if anything"
+            f"held: the last that was added, acknowledged or changed is lost, if anything: {', '.join(lost)}"
         )
 
 

@@ -194,6 +194,10 @@ class Standby:
         """Return the tip of a shard's manifest at the last look, or None if there was none."""
         return self._tips[shard]
 
+    def forget(self, shard: int) -> None:
+        """Read the shard's manifest anew at the next look: its object may be replaced by an undamaged one."""
+        self._tips[shard] = None
+
     def told_of(self, log_id: str) -> int:
         """Return the slot of a log that was certain to its daemon, by its newest known heartbeat; 0 if unknown."""
         seen = (watch.last_seen for watch in self._watches.values())

@@ -84,6 +84,9 @@ class Fences:
                 fenced = log_fence.fence_log(
                     slots, writer, told=told, delays_s=delays_s, sleep=environment.blocking_sleep
                 )
+            except object_store.Damaged as error:
+                advice = f"restore it, or give it up with `tarryd give-up {log_id}`"
+                raise object_store.Damaged(error.key, f"{error.reason}; {advice}") from error
             finally:
                 slots.close()
             crash_point("takeover.after_fence")
@@ -137,7 +140,8 @@ class Takeover:
 
         `looked_at` is its tip at the look. `fences` are those of this attempt. `gone_owners` are recorded owners that
         have no live process; "" stands for a shard without an owner. Raises NotOwner if another claimant was quicker,
-        Corruption if manifest or log are damaged, CommitOutcomeUnknown, and the store's errors.
+        Unavailable if the next look may change that, Corruption if manifest or log are damaged, CommitOutcomeUnknown,
+        and the store's errors.
         """
         try:
             tip = await self._run(lambda: self._manifests[shard].read_tip(looked_at))
@@ -157,6 +161,12 @@ class Takeover:
             return await self._commit(claim, tip)
         except object_store.Damaged as error:
             raise Corruption(f"{error}") from error
+        except (*commit.UNCERTAIN, Corruption, NotOwner, Unavailable, MemoryError):
+            raise
+        except Exception as error:
+            # Its stored data makes no sense, or there is a bug. The others are served all the same.
+            log.exception("shard %d cannot be claimed", shard)
+            raise Corruption(f"{self._manifests[shard].prefix}: it cannot be claimed: {error!r}") from error
 
     def _check_owner(self, looked_at: Tip | None, tip: Tip | None) -> None:
         """Raise NotOwner if another claimant has come since the look.
@@ -175,7 +185,14 @@ class Takeover:
             await self.living.stop(shard)
             former = await self.living.end_for_claim()
         elif owned is not None:
-            former = await fences.of(owned.log_id)
+            try:
+                former = await fences.of(owned.log_id)
+            except object_store.Damaged as error:
+                raise object_store.Damaged(
+                    error.key,
+                    f"{error.reason}; shard {shard} may have lost what it had there above section {_covered(tip)}",
+                ) from error
+            await self._check_end(former, tip)
         config = self._environment.config
         claim = ClaimShard(
             shard=shard,
@@ -190,6 +207,30 @@ class Takeover:
         self._under_way[shard] = claim
         self.living.truncation.claims(shard, after=claim.after)
         return claim
+
+    async def _check_end(self, fence: Fence, tip: Tip | None) -> None:
+        """Raise Damaged if the shard's manifest names a slot of the fenced log that this log cannot have had.
+
+        A fence in an emptied number of a living log is lower than such a slot, too. Then the log, which is longer than
+        at the listing before the fence, has a higher slot than the fence.
+        """
+        certain = 0 if tip is None else max(tip.manifest.certain_in(fence.log_id))
+        if tip is None or certain < fence.number:
+            return
+
+        def highest() -> int:
+            slots = self.living.logs.log(fence.log_id)
+            try:
+                return slots.highest() or 0
+            finally:
+                slots.close()
+
+        if await self._run(highest) <= fence.number:
+            raise object_store.Damaged(
+                self._manifests[tip.manifest.shard].key(tip.number),
+                f"it names slot {certain} of log {fence.log_id}, which ends at slot {fence.number}: the manifest is "
+                f"wrong, or the store has lost slots",
+            )
 
     async def _commit(self, claim: ClaimShard, tip: Tip | None) -> ClaimedShard:
         shard = claim.shard
@@ -299,10 +340,12 @@ class Takeover:
             return self._superseded(won) or Corruption(f"{damage}")
         except object_store.StoreError as error:
             return error
+        except MemoryError:
+            raise
         except Exception as error:
             # Its stored data is inconsistent, or there is a bug. The others are served all the same.
             log.exception("shard %d cannot be restored", won.shard)
-            return Corruption(f"it cannot be restored: {error!r}")
+            return Corruption(f"{loaded.key or 'its log'}: it cannot be restored: {error!r}")
 
     def _superseded(self, won: ClaimedShard) -> Exception | None:
         """Return NotOwner if another daemon has claimed the shard, the store's error if that is unknown, else None.
@@ -360,6 +403,11 @@ def _last_slot(manifest: ShardManifest) -> int:
     if owned is None:
         raise Corruption(f"shard {manifest.shard}: its manifest {manifest.head.number} names no log of its owner")
     return owned.first_slot - 1
+
+
+def _covered(tip: Tip | None) -> int:
+    """Return the last section that a checkpoint of the shard covers; 0 without one."""
+    return 0 if tip is None else tip.manifest.checkpoint_slot
 
 
 def _open_log(tip: Tip | None) -> str | None:

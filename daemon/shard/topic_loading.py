@@ -15,7 +15,6 @@ them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import heapq
 import logging
@@ -282,13 +281,10 @@ class TopicLoading:
         numbers: dict[str, int] = {}
         sent_at_s, prefix = self._environment.clock.elapsed_s(), names.topics_prefix(self._shard)
         for entry in self._environment.store.list(prefix):
-            topic_id, _, rest = entry.key[len(prefix) :].partition("/")
-            number = 0
-            if rest.startswith("manifest/"):
-                # A bad manifest name is found when the topic is read.
-                with contextlib.suppress(format_errors.FormatError):
-                    number = names.number_of(entry.key)
-            numbers[topic_id] = max(number, numbers.get(topic_id, 0))
+            topic_id = entry.key[len(prefix) :].partition("/")[0]
+            if names.is_topic_id(topic_id):
+                number = names.number_in(names.topic_manifest_prefix(self._shard, topic_id), entry.key) or 0
+                numbers[topic_id] = max(number, numbers.get(topic_id, 0))
         return numbers, sent_at_s
 
     async def _work(self) -> None:
