@@ -112,7 +112,7 @@ def _fencing_from(log_id: str, number: int, by: Writer, told: int) -> Generator[
         slot = yield ReadOne(number)
         if slot is None:
             return None
-        if slot.header.kind.ends:
+        if slot.header.kind.ends and number >= told:
             return Fence(log_id, number, slot.header.kind, slot.header.heads, proof=_PROOF)
         if number < told:
             if (yield ReadOne(told)) is None:

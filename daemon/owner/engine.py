@@ -542,7 +542,7 @@ class Engine:
             self._set_serving()
 
     def _set_serving(self) -> None:
-        damaged = "".join(f"; shard {number} is damaged" for number in sorted(self._damaged))
+        damaged = "".join(f"; shard {number} is damaged: {self._damaged[number]}" for number in sorted(self._damaged))
         away = "".join(
             f"; shard {number} is not served here: {self._away[number].reason}" for number in sorted(self._away)
         )

@@ -19,6 +19,7 @@ from typing import TypeAlias, TypeVar
 
 from daemon.errors import Corruption, NotOwner, Unavailable
 from daemon.group_commit.daemon_log import DaemonLog, OwnLogEnd
+from daemon.owner.traces import Traces
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from daemon.shard import checkpointing, range_operations, recovery
@@ -121,11 +122,12 @@ class LogMustClose(Corruption):
 class Takeover:
     """Shards of a root that this daemon takes into its log `living`. Used on one event loop.
 
-    `manifests` has those of every shard of the root.
+    `manifests` has those of every shard of the root. `traces` tell a new shard from one that the store has lost.
     """
 
-    def __init__(self, manifests: Manifests, living: DaemonLog, environment: Environment) -> None:
+    def __init__(self, manifests: Manifests, living: DaemonLog, environment: Environment, traces: Traces) -> None:
         self.living = living
+        self._traces = traces
         self._manifests = manifests
         self._environment = environment
         # Claims that may have landed, or still may
@@ -178,6 +180,8 @@ class Takeover:
 
     async def _begun(self, shard: int, tip: Tip | None, fences: Fences, gone_owners: frozenset[str]) -> ClaimShard:
         """Make the claim, which is the same at each attempt to commit it."""
+        if tip is None:
+            await self._run(lambda: self._traces.check_new(shard))
         manifest = None if tip is None else tip.manifest
         owned = None if manifest is None else manifest.open_range
         former: Fence | OwnLogEnd | None = None
@@ -364,13 +368,19 @@ class Takeover:
 
 
 async def check_readable(
-    logs: SlotLogs, manifests: commit.ManifestLog[ShardManifest], shard: int, environment: Environment
+    logs: SlotLogs,
+    manifests: commit.ManifestLog[ShardManifest],
+    shard: int,
+    environment: Environment,
+    traces: Traces,
 ) -> None:
     """Read what a claim of an unowned shard would read; change nothing. Raises Corruption, and the store's errors."""
 
     def check() -> None:
         try:
             tip = manifests.read_tip()
+            if tip is None:
+                traces.check_new(shard)
             if tip is None or tip.manifest.open_range is not None:
                 return
             checkpoints.sections_of_shard(
