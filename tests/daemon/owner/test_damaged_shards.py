@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,16 +57,16 @@ def forge(machines: EngineFixture, change: Callable[[ShardManifest], ShardManife
     return before
 
 
-def of_range(tip: ShardManifest, **changed: object) -> ShardManifest:
+def of_range(tip: ShardManifest, **changed: Any) -> ShardManifest:
     return dataclasses.replace(tip, ranges=(*tip.ranges[:-1], dataclasses.replace(tip.ranges[-1], **changed)))
 
 
-def of_checkpoint(tip: ShardManifest, **changed: object) -> ShardManifest:
+def of_checkpoint(tip: ShardManifest, **changed: Any) -> ShardManifest:
     assert tip.checkpoint is not None
     return dataclasses.replace(tip, checkpoint=dataclasses.replace(tip.checkpoint, **changed))
 
 
-def named(tip: ShardManifest, **changed: object) -> CheckpointCut:
+def named(tip: ShardManifest, **changed: Any) -> CheckpointCut:
     assert tip.checkpoint is not None
     return dataclasses.replace(tip.checkpoint, object=dataclasses.replace(tip.checkpoint.object, **changed))
 
