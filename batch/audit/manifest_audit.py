@@ -75,13 +75,7 @@ def flaws_of_topic(manifest: TopicManifest, *, number: int, shards: int, shard: 
 def flaws_of_shard(manifest: ShardManifest, *, number: int, commit_id: str) -> Iterator[Flaw]:
     """Yield the contradictions within a shard manifest."""
     yield from _flaws_of_head(manifest.head, number, commit_id)
-    if manifest.settled_epoch > manifest.epoch:
-        yield _rule(f"epoch {manifest.settled_epoch} is settled, above the epoch {manifest.epoch}")
     newest, previous = manifest.checkpoint, manifest.previous_checkpoint
-    if newest is None and previous is not None:
-        yield _rule("it has a checkpoint before the newest, but no newest")
-    if newest is not None and previous is not None and newest.slot < previous.slot:
-        yield _rule(f"its checkpoint is of slot {newest.slot}, the one before of slot {previous.slot}")
     yield from _flaws_of_ranges(manifest)
     live = [each.object for each in (newest, previous) if each is not None]
     yield from _flaws_of_objects(manifest.head, live, manifest.tombstones, names.checkpoint_prefix(manifest.shard))

@@ -667,6 +667,12 @@ def check_shard(value: ShardManifest, shard: int) -> ShardManifest:
         for cut in cuts:
             _check_log_id(cut.log_id)
             _check_numbers(f"checkpoint {cut.object.name}", cut.slot, cut.at)
+        if value.settled_epoch > value.epoch:
+            raise ValueError(f"epoch {value.settled_epoch} is settled, above the epoch {value.epoch}")
+        if value.previous_slot > value.checkpoint_slot:
+            raise ValueError(
+                f"the checkpoint before is of slot {value.previous_slot}, the newest of {value.checkpoint_slot}"
+            )
         owned = value.open_range
         if value.owner and not names.is_daemon_id(value.owner):
             raise ValueError(f"owner is {value.owner!r}; it must be the id of a daemon")

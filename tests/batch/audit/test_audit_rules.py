@@ -200,12 +200,14 @@ SHARD_RULES: dict[str, tuple[ChangeShard, str]] = {
         lambda tip: of_range(tip, first_slot=tip.previous_slot + 2),
         "no range has sections",
     ),
-    "an epoch is settled that nobody had": (lambda tip: replace(tip, settled_epoch=9), "above the epoch"),
     "the checkpoint before is another one": (
         lambda tip: replace(tip, previous_checkpoint=tip.checkpoint),
         "is not the former newest one",
     ),
-    "the checkpoint vanishes": (lambda tip: replace(tip, checkpoint=None), "its checkpoint disappeared"),
+    "the checkpoint vanishes": (
+        lambda tip: replace(tip, checkpoint=None, previous_checkpoint=None),
+        "its checkpoint disappeared",
+    ),
 }
 
 

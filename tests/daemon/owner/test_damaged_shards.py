@@ -100,6 +100,10 @@ FORGED: dict[str, Callable[[ShardManifest], ShardManifest]] = {
         tip, checkpoint=named(tip, name="../../FORMAT")
     ),
     "a checkpoint of another base": lambda tip: dataclasses.replace(tip, checkpoint=named(tip, base=9)),
+    "an epoch is settled that nobody had": lambda tip: dataclasses.replace(tip, settled_epoch=tip.epoch + 1),
+    "an older checkpoint that covers more": lambda tip: dataclasses.replace(
+        tip, previous_checkpoint=dataclasses.replace(named(tip), slot=tip.checkpoint_slot + 1)
+    ),
     "a checkpoint of the last section": lambda tip: of_checkpoint(tip, slot=LAST),
     "a checkpoint behind the log": lambda tip: of_checkpoint(tip, log_id=tip.ranges[-1].log_id, at=1_000),
     "a tombstone of the root": buries_format,
