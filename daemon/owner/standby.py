@@ -184,6 +184,8 @@ class Standby:
         self._sleep = sleep
         self._look_interval_s = look_interval_s
         self._tips: list[commit.Tip[ShardManifest] | None] = [None] * len(shard_logs)
+        # Shards whose known tip is no warm start for the next look
+        self._unsure: set[int] = set()
         self._new_watch = new_watch
         self._damaged: dict[int, object_store.Damaged] = {}
         self._watches: dict[str, heartbeat.Watch] = {}
@@ -196,7 +198,7 @@ class Standby:
 
     def forget(self, shard: int) -> None:
         """Read the shard's manifest anew at the next look: its object may be replaced by an undamaged one."""
-        self._tips[shard] = None
+        self._unsure.add(shard)
 
     def told_of(self, log_id: str) -> int:
         """Return the slot of a log that was certain to its daemon, by its newest known heartbeat; 0 if unknown."""
@@ -232,7 +234,7 @@ class Standby:
         try:
             for number in shards:
                 try:
-                    tip = self._tips[number] = self._shard_logs[number].read_tip(self._tips[number])
+                    tip = self._tips[number] = self._read(number)
                 except object_store.Damaged as error:
                     found[number] = Claimable(f"its manifest is damaged: {error}", frozenset())
                     continue
@@ -297,9 +299,15 @@ class Standby:
 
     def _read_tip(self, number: int) -> commit.Tip[ShardManifest] | object_store.Damaged | None:
         try:
-            return self._shard_logs[number].read_tip(self._tips[number])
+            return self._read(number)
         except object_store.Damaged as error:
             return error
+
+    def _read(self, number: int) -> commit.Tip[ShardManifest] | None:
+        warm = None if number in self._unsure else self._tips[number]
+        tip = self._shard_logs[number].read_tip(warm)
+        self._unsure.discard(number)
+        return tip
 
     def _observe_heartbeats(self, owners: set[str]) -> None:
         for daemon_id in sorted((owners | {*heartbeat.daemon_ids(self._store)}) - {"", self._daemon_id}):
