@@ -121,7 +121,7 @@ def find_loss(slots: SlotLog, shards: Iterable[OwnedShard], *, told: int) -> Los
         raise object_store.Damaged(names.log_prefix(slots.log_id), "it has no slot: there is nothing to go by")
     highest = numbers[-1]
     newest = _newest_whole(slots, numbers)
-    if newest is not None and newest.header.kind.ends and newest.header.number == highest:
+    if newest is not None and newest.header.kind.ends and newest.header.number == highest >= told:
         return None
     owned = {each.tip.shard: (each, of_log) for each in shards if (of_log := each.range_in(slots.log_id)) is not None}
     if not owned:

@@ -179,3 +179,5 @@ async def test_a_fence_below_what_the_daemon_reported_is_no_end(machines: Engine
     assert not two.shards
     assert "the store has lost slots after 4" in two.engine.health.reason
     assert f"tarryd give-up {log_id}" in two.engine.health.reason
+    assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=lambda text: None)
+    await two.serving()
