@@ -196,9 +196,11 @@ def read_one(slots: SlotLog, number: int) -> LogSlot | None:
         try:
             return decoded(slots.log_id, number, read.body, read.damage)
         except object_store.Damaged as error:
-            found = restored(read.body, _header_of(slots, number - 1), error)
+            before = _header_of(slots, number - 1)
+            found = None if read.body is None or before is None else slot_restoring.restored(read.body, before)
             if found is None:
                 raise
+            log.error("restored a damaged log slot from its sections and the slot before it: %s", error)
             return found
     return None
 
@@ -209,17 +211,6 @@ def _header_of(slots: SlotLog, number: int) -> LogSlotHeader | None:
         with contextlib.suppress(object_store.Damaged):
             return decoded(slots.log_id, number, read.body, read.damage).header
     return None
-
-
-def restored(body: bytes | None, before: LogSlotHeader | None, damage: object_store.Damaged) -> LogSlot | None:
-    """Return a damaged slot as it was written, or None if that is unknown; log what was restored.
-
-    `before` is the header of the slot before it, None if that cannot be read.
-    """
-    found = None if body is None or before is None else slot_restoring.restored(body, before)
-    if found is not None:
-        log.error("restored a damaged log slot from its sections and the slot before it: %s", damage)
-    return found
 
 
 def decoded(log_id: str, number: int, body: bytes | None, damage: str) -> LogSlot:

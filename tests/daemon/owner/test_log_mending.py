@@ -98,6 +98,20 @@ async def test_a_wrong_byte_before_the_sections_of_the_newest_slot_costs_nothing
     assert newest in caplog.text
 
 
+async def test_a_slot_with_a_wrong_byte_is_restored_though_the_replay_begins_with_it(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SEVERAL)
+    await one.add(TOPICS[0], 1, range(1), delay_ms=FAR_MS)
+    for _ in range(2):
+        await one.shards[0].checkpoints.write_last()
+    await one.add(TOPICS[0], 2, range(1), delay_ms=FAR_MS)
+    one.kill()
+    newest = machines.slots()[-1]
+    body, metadata = machines.store.get_with_metadata(newest)
+    machines.store.put(newest, body[:50] + bytes([body[50] ^ 0x10]) + body[51:], metadata=metadata)
+    two = await machines.served_by("one", *SEVERAL)
+    assert two.topic(TOPICS[0]).core.index.pending_rows == 2
+
+
 async def test_each_shard_is_told_what_it_may_have_lost_and_the_command_that_gives_it_up(
     machines: EngineFixture,
 ) -> None:
