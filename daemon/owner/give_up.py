@@ -242,10 +242,11 @@ def begin_anew(store: object_store.ObjectStore, shard: int, *, accepted: bool, s
         heads = dict(Traces(store, logs, lambda: ()).heads_of(shard))
     topics = [*_topics_of(store, shard)]
     slot = max((*(head.last_slot for head in heads.values()), *(int(each.applied) for each in topics)), default=0)
-    epoch = max((*(head.epoch for head in heads.values()), *(each.owner_epoch for each in topics)), default=0)
+    # An owner that lives is superseded.
+    epoch = 1 + max((*(head.epoch for head in heads.values()), *(each.owner_epoch for each in topics)), default=0)
     say(
         f"shard {shard}: it has no manifest. {len(topics)} topics are left as they were sealed; what checkpoints and "
-        f"logs had of them, up to section {slot} of epoch {epoch}, is lost, and so are topics without a manifest"
+        f"logs had of them, up to section {slot}, is lost, and so are topics without a manifest"
     )
     if not accepted:
         say("nothing was written; with --accept-loss this is given up, and a standby can claim the shard")
