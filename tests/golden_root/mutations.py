@@ -104,7 +104,9 @@ def mutate(store: MemoryStore, draw: random.Random, kind: str, how: str) -> Muta
         other = draw.choice([each for each in keys if each != key] or [key])
         made, detail = store.get(other), f"with {other}"
     else:
-        made, detail = forged(body, draw)
+        # Not every change of a field is one.
+        tries = (forged(body, draw) for _ in range(20))
+        made, detail = next((each for each in tries if each[0] != body), (body, ""))
     if made == body and how != FOREIGN:
         return None
     store.put(key, made, metadata=metadata)
