@@ -25,7 +25,7 @@ from daemon import auth, config, errors, logs, process_memory
 from daemon.audit_log import AuditLog
 from daemon.auth import Door
 from daemon.store_probe import StoreProbe
-from storage_backends import object_store, store_opening
+from storage_backends import commit, object_store, store_opening
 
 # Longest time that a thread which seals or reads segments keeps the interpreter; Python's default is 5 ms.
 SWITCH_INTERVAL_S = 0.001
@@ -51,7 +51,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if options.command == "health":
             return _ask_health(settings)
         if options.command == "give-up":
-            return _give_up(settings, options.log, accepted=options.accept_loss)
+            return _give_up(settings, options.log, options.shard, accepted=options.accept_loss)
         door, audit_log = Door(settings.tls, settings.access), AuditLog(settings.access)
     except errors.InvalidArgument as error:
         log.error("%s", error)
@@ -126,23 +126,28 @@ def _ask_health(settings: config.Config) -> int:
     return EXIT_STANDS_BY if stands_by else EXIT_CANNOT_SERVE
 
 
-def _give_up(settings: config.Config, log_id: str, *, accepted: bool) -> int:
-    """Report what of a dead daemon's log is damaged or lost, and give it up if that is accepted.
+def _give_up(settings: config.Config, log_id: str | None, shard: int | None, *, accepted: bool) -> int:
+    """Report what of a dead daemon's log, or of a shard, is damaged or lost, and give it up if that is accepted.
 
     Returns 0 if a standby can take over, else 1.
     """
-    from daemon.owner.give_up import StillWritten, resolve_loss
+    from daemon.owner.give_up import StillWritten, begin_anew, resolve_loss
 
     logs.configure(level=settings.log.level, form=settings.log.format)
     try:
         with contextlib.closing(store_opening.open_store(settings.store)) as store:
-            can_be_fenced = resolve_loss(
-                store, log_id, accepted=accepted, say=lambda text: sys.stdout.write(f"{text}\n")
-            )
-    except (errors.TarryError, object_store.StoreError, StillWritten) as error:
+            if shard is not None:
+                resolved = begin_anew(store, shard, accepted=accepted, say=_say)
+            else:
+                resolved = resolve_loss(store, log_id or "", accepted=accepted, say=_say)
+    except (errors.TarryError, object_store.StoreError, commit.CommitOutcomeUnknown, StillWritten) as error:
         log.error("nothing is given up: %s", error)
         return EXIT_CANNOT_SERVE
-    return 0 if can_be_fenced else EXIT_CANNOT_SERVE
+    return 0 if resolved else EXIT_CANNOT_SERVE
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -180,14 +185,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_settings(health, dest="set_after")
     give_up = commands.add_parser(
         "give-up",
-        help="give up what was in the newest slots of a dead daemon's log, which are damaged or lost",
-        description="Tells what is damaged or lost at the end of a log whose daemon has ended, so that no other can "
-        "take over. Exit status 0 when one can, else 1. What was in those slots may have been answered: restore them "
-        "from a copy if there is one.",
+        help="give up what was in the newest slots of a dead daemon's log, or in a shard, and is damaged or lost",
+        description="Tells what is damaged or lost at the end of a log whose daemon has ended, or of a shard that has "
+        "lost its manifests, so that no other can take over. Exit status 0 when one can, else 1. What is lost may have "
+        "been answered: restore it from a copy if there is one.",
     )
-    give_up.add_argument("log", metavar="LOG", help="the id of the log, as health and the log name it: logs/LOG/")
+    lost = give_up.add_mutually_exclusive_group(required=True)
+    lost.add_argument("log", metavar="LOG", nargs="?", help="the id of the log, as health names it: logs/LOG/")
+    lost.add_argument("--shard", type=int, metavar="SHARD", help="the number of a shard without a manifest")
     give_up.add_argument(
-        "--accept-loss", action="store_true", help="give it up: sections without a record are written behind the end"
+        "--accept-loss",
+        action="store_true",
+        help="give it up: sections without a record are written behind the end; the shard begins anew",
     )
     _add_settings(give_up, dest="set_after")
     return parser.parse_args(arguments)

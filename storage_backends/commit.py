@@ -218,7 +218,9 @@ class ManifestLog(Generic[M]):
         absent = None
         while True:
             read_at = self.monotonic()
-            number = max(map(self._number_of, (entry.key for entry in self.store.list(self.prefix))), default=None)
+            listed = (names.number_in(self.prefix, entry.key) for entry in self.store.list(self.prefix))
+            # A foreign object among them is none of the sequence, and the audit names it.
+            number = max((each for each in listed if each is not None), default=None)
             if number is None:
                 return None
             tip = self._read(number, read_at)
@@ -228,15 +230,6 @@ class ManifestLog(Generic[M]):
             if number == absent:
                 raise StoreUnavailable(self.key(number), "it is the last one listed, but it does not exist")
             absent = number
-
-    def _number_of(self, key: str) -> int:
-        try:
-            number = names.number_of(key)
-        except format_errors.FormatError as error:
-            raise Damaged(key, str(error)) from error
-        if key != self.key(number):
-            raise Damaged(key, "it is stored among manifests, but has no name of a manifest")
-        return number
 
     def _read(self, number: int, read_at: float) -> Tip[M] | None:
         """Read one manifest. Returns None if it is absent."""

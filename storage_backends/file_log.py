@@ -36,6 +36,8 @@ LOGS_FOLDER: Final = ".logs"
 LOCK_FILE: Final = "LOCK"
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
 """Size of a file (bytes) beyond which a record begins another one; a longer record has a file of its own."""
+MISSING_TOLD_MAX: Final = 10_000
+"""Missing records before a file that are named; a foreign file may have any number as its name."""
 
 _FRAME: Final = struct.Struct("<IQI")
 _FRAMED: Final = struct.Struct("<IQ")
@@ -61,6 +63,19 @@ class FileLogs:
             except FileNotFoundError:
                 return frozenset()
             return frozenset(name for name in listed if log_slot_format.is_log_id(name) and self.log(name).highest())
+
+    def foreign(self) -> list[str]:
+        with _translated(names.LOGS_PREFIX), suppress(FileNotFoundError):
+            return [str(path) for path in self._folder.rglob("*") if not self._is_of_log(path)]
+        return []
+
+    def _is_of_log(self, path: Path) -> bool:
+        match path.relative_to(self._folder).parts:
+            case [log_id]:
+                return log_slot_format.is_log_id(log_id)
+            case [_, name]:
+                return path.is_file() and (name == LOCK_FILE or names.number_in("", name) is not None)
+        return False
 
 
 class _Record(NamedTuple):
@@ -273,19 +288,13 @@ class FileLog(SlotLog):
         return names.log_slot_key(self.log_id, number)
 
     def _firsts(self) -> list[int]:
-        """Return the first numbers of the files, ascending. Raises Damaged for a file that does not belong in a log."""
+        """Return the first numbers of the files, ascending."""
         try:
-            listed = os.listdir(self._folder)
+            with os.scandir(self._folder) as listed:
+                found = (names.number_in("", each.name) for each in listed if each.is_file(follow_symlinks=False))
+                return sorted(number for number in found if number is not None)
         except FileNotFoundError:
             return []
-        found = []
-        for name in listed:
-            if name == LOCK_FILE:
-                continue
-            if len(name) != _NUMBER_DIGITS or not name.isdecimal():
-                raise object_store.Damaged(names.log_prefix(self.log_id), f"{self._folder / name} is not a log file")
-            found.append(int(name))
-        return sorted(found)
 
     def _stored_highest(self) -> int | None:
         firsts = self._firsts()
@@ -374,7 +383,7 @@ def _parse(data: bytes, first: int, following: int | None) -> _Parsed:
     if following is not None:
         records += (
             _Record(each, None, f"its record is missing; slot {following} is there")
-            for each in range(number, following)
+            for each in range(number, min(following, number + MISSING_TOLD_MAX))
         )
     return _Parsed(records, place)
 

@@ -14,13 +14,14 @@ to fence a log.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Final, TypeAlias
 
 from storage_backends import object_store
-from storage_backends.formats import format_errors, log_slot_format, names
+from storage_backends.formats import format_errors, log_slot_format, names, slot_restoring
 from storage_backends.formats.log_slot_format import Heads, LogSlot, LogSlotHeader, LogSlotKind, Writer
 from storage_backends.slot_log import LogHeld, SlotLog, SlotLogs
 
@@ -111,7 +112,7 @@ def _fencing_from(log_id: str, number: int, by: Writer, told: int) -> Generator[
         slot = yield ReadOne(number)
         if slot is None:
             return None
-        if slot.header.kind.ends:
+        if slot.header.kind.ends and number >= told:
             return Fence(log_id, number, slot.header.kind, slot.header.heads, proof=_PROOF)
         if number < told:
             if (yield ReadOne(told)) is None:
@@ -187,9 +188,28 @@ def ended_at(logs: SlotLogs, log_id: str) -> int | None:
 
 
 def read_one(slots: SlotLog, number: int) -> LogSlot | None:
-    """Read one slot and check its header and table. Returns None if it is absent. Raises Damaged."""
+    """Read one slot and check its header and table. Returns None if it is absent. Raises Damaged.
+
+    If they are damaged, the slot before it may show what they were.
+    """
     for read in slots.read(number - 1, number):
-        return decoded(slots.log_id, number, read.body, read.damage)
+        try:
+            return decoded(slots.log_id, number, read.body, read.damage)
+        except object_store.Damaged as error:
+            before = _header_of(slots, number - 1)
+            found = None if read.body is None or before is None else slot_restoring.restored(read.body, before)
+            if found is None:
+                raise
+            log.error("restored a damaged log slot from its sections and the slot before it: %s", error)
+            return found
+    return None
+
+
+def _header_of(slots: SlotLog, number: int) -> LogSlotHeader | None:
+    """Return the header of a slot, or None if it is absent or damaged."""
+    for read in slots.read(number - 1, number):
+        with contextlib.suppress(object_store.Damaged):
+            return decoded(slots.log_id, number, read.body, read.damage).header
     return None
 
 

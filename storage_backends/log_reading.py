@@ -20,7 +20,7 @@ from storage_backends import log_fence, object_store
 from storage_backends.formats import format_errors, names
 from storage_backends.formats.log_slot_format import Head, Heads, LogSlot
 from storage_backends.formats.manifest import LogRange, ShardManifest
-from storage_backends.slot_log import SlotLogs
+from storage_backends.slot_log import SlotLog, SlotLogs
 
 # Slots read and decoded at once, which bounds the memory in use
 BATCH_SLOTS = 256
@@ -236,15 +236,29 @@ def _tell(by_shard: Mapping[int, ShardSections], log_id: str, number: int, slot:
             each.take_damaged(log_id, number, slot)
 
 
+def _restored(slots: SlotLog, number: int) -> LogSlot | None:
+    """Read a slot again that cannot be decoded, and restore it by the slot before it; None if that is not possible."""
+    try:
+        return log_fence.read_one(slots, number)
+    except object_store.Damaged:
+        return None
+
+
 def _slots(logs: SlotLogs, extent: Extent) -> Iterator[tuple[int, LogSlot | str]]:
     """Yield the number and the slot, or why it cannot be read, ascending."""
     slots = logs.log(extent.log_id)
     try:
-        for after in range(extent.after, extent.through, BATCH_SLOTS):
-            for number, body, damage in slots.read(after, min(after + BATCH_SLOTS, extent.through)):
+        after, through = extent.after, extent.through
+        while after < through:
+            read = slots.read(after, min(after + BATCH_SLOTS, through))
+            if not read:
+                # A manifest may say any number: nothing is read behind the end.
+                through = min(through, slots.highest() or 0)
+            after += BATCH_SLOTS
+            for number, body, damage in read:
                 try:
                     yield number, log_fence.decoded(extent.log_id, number, body, damage)
                 except object_store.Damaged as error:
-                    yield number, str(error)
+                    yield number, _restored(slots, number) or str(error)
     finally:
         slots.close()

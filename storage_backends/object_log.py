@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable
 
 from storage_backends import object_store
-from storage_backends.formats import format_errors, log_slot_format, names
+from storage_backends.formats import log_slot_format, names
 from storage_backends.formats.log_slot_format import LogSlotKind, SlotIdentity
 from storage_backends.slot_log import ReadSlot, SlotLog
 
@@ -35,14 +35,17 @@ class ObjectLogs:
         return ObjectLog(self._store, log_id, self._executor)
 
     def log_ids(self) -> frozenset[str]:
-        """Return the ids of the logs. Raises `Damaged` for a key that does not belong to a log."""
-        found = set()
-        for entry in self._store.list(names.LOGS_PREFIX):
-            log_id, _, _ = entry.key.removeprefix(names.LOGS_PREFIX).partition("/")
-            if not log_slot_format.is_log_id(log_id):
-                raise object_store.Damaged(entry.key, "it is stored among logs, but has no name of a log")
-            found.add(log_id)
-        return frozenset(found)
+        listed = (entry.key.removeprefix(names.LOGS_PREFIX) for entry in self._store.list(names.LOGS_PREFIX))
+        found = {name.partition("/")[0] for name in listed}
+        return frozenset(filter(log_slot_format.is_log_id, found))
+
+    def foreign(self) -> list[str]:
+        return [entry.key for entry in self._store.list(names.LOGS_PREFIX) if not _is_slot(entry.key)]
+
+
+def _is_slot(key: str) -> bool:
+    log_id = key.removeprefix(names.LOGS_PREFIX).partition("/")[0]
+    return log_slot_format.is_log_id(log_id) and names.number_in(names.log_prefix(log_id), key) is not None
 
 
 class ObjectLog(SlotLog):
@@ -116,16 +119,9 @@ class ObjectLog(SlotLog):
         return names.log_slot_key(self.log_id, number)
 
     def _listed(self) -> list[int]:
-        found = []
-        for entry in self._store.list(self._prefix):
-            try:
-                number = names.number_of(entry.key)
-            except format_errors.FormatError as error:
-                raise object_store.Damaged(entry.key, str(error)) from error
-            if entry.key != self._key(number):
-                raise object_store.Damaged(entry.key, "it is stored among log slots, but has no name of a slot")
-            found.append(number)
-        return found
+        listed = (names.number_in(self._prefix, entry.key) for entry in self._store.list(self._prefix))
+        # A foreign object among the slots is none of the log, and the audit names it.
+        return [number for number in listed if number is not None]
 
     def _read_run(self, numbers: range) -> list[ReadSlot]:
         """Read the slots of these numbers that exist. Most often all do, and are whole."""

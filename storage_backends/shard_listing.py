@@ -64,12 +64,14 @@ class ShardListing:
     def _add(self, parts: Sequence[str], entry: ListedObject) -> None:
         match parts:
             case ["manifest", _]:
-                self.shard.add_manifest(names.number_of(entry.key), entry.size_bytes)
+                if (number := names.number_in(f"{self._prefix}manifest/", entry.key)) is not None:
+                    self.shard.add_manifest(number, entry.size_bytes)
             case ["checkpoint", _]:
                 self.shard.objects[entry.key] = names.number_of(entry.key), entry.size_bytes
             case ["topics", _, "manifest", _]:
-                number = names.number_of(entry.key)
-                self._topic(names.topic_id_of(entry.key)).add_manifest(number, entry.size_bytes)
+                topic_id = names.topic_id_of(entry.key)
+                if (number := names.number_in(f"{self._prefix}topics/{topic_id}/manifest/", entry.key)) is not None:
+                    self._topic(topic_id).add_manifest(number, entry.size_bytes)
             case ["topics", _, "buckets" | "progress" | "properties", _]:
                 found = names.number_of(entry.key), entry.size_bytes
                 self._topic(names.topic_id_of(entry.key)).objects[entry.key] = found

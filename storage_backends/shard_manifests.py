@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from storage_backends import commit
-from storage_backends.formats import format_errors, framing, manifest, names
+from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.object_store import ObjectStore
 
@@ -31,13 +31,10 @@ def shard_log(
     new_id: Callable[[], str],
     observer: commit.Observer | None = None,
 ) -> commit.ManifestLog[ShardManifest]:
-    """Return the manifests of one shard; a manifest of another shard among them is damage."""
+    """Return the manifests of one shard. One of another shard is damage, and so is one that names what cannot exist."""
 
     def decode(body: bytes) -> ShardManifest:
-        found = CODEC.decode(body)
-        if found.shard != shard:
-            raise format_errors.FormatError("shard manifest", framing.HEADER_BYTES, f"it is of shard {found.shard}")
-        return found
+        return manifest.check_shard(CODEC.decode(body), shard)
 
     return commit.ManifestLog(
         store,

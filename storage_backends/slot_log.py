@@ -12,6 +12,8 @@ Promised, by every implementation:
 Not promised:
 - That a number which was deleted stays empty: a copy of a slot that was sent before may land there later.
 - That a listed or returned slot still exists when the caller gets the answer.
+
+A name that no log or slot has is ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple, Protocol
 
 from storage_backends import object_store
-from storage_backends.formats import names
+from storage_backends.formats import log_slot_format, names
 from storage_backends.formats.log_slot_format import SlotIdentity
 
 
@@ -48,9 +50,14 @@ class ReadSlot(NamedTuple):
 
 
 class SlotLog(ABC):
-    """One log. `log_id` is a ULID. Any operation may raise `StoreUnavailable` or `StoreRefused`."""
+    """One log. Any operation may raise `StoreUnavailable` or `StoreRefused`.
+
+    Raises Damaged if `log_id` is no ULID: it may come from damaged content, and names a folder.
+    """
 
     def __init__(self, log_id: str) -> None:
+        if not log_slot_format.is_log_id(log_id):
+            raise object_store.Damaged(names.LOGS_PREFIX, f"log id is {log_id!r}; it must be a ULID")
         self.log_id = log_id
 
     @abstractmethod
@@ -71,14 +78,11 @@ class SlotLog(ABC):
 
     @abstractmethod
     def highest(self) -> int | None:
-        """Return the highest number, or None if the log has no slot.
-
-        Raises `Damaged` for a name that no log can have.
-        """
+        """Return the highest number, or None if the log has no slot."""
 
     @abstractmethod
     def numbers(self) -> list[int]:
-        """Return the numbers of all slots, ascending, including damaged ones. Raises `Damaged` as `highest` does."""
+        """Return the numbers of all slots, ascending, including damaged ones."""
 
     @abstractmethod
     def delete_through(self, number: int) -> None:
@@ -96,9 +100,13 @@ class SlotLogs(Protocol):
     """The logs of a root."""
 
     def log(self, log_id: str) -> SlotLog:
-        """Return one of them, whether or not it has slots."""
+        """Return one of them, whether or not it has slots. Raises Damaged if none can have this id."""
         ...
 
     def log_ids(self) -> frozenset[str]:
         """Return the ids of those that have slots."""
+        ...
+
+    def foreign(self) -> list[str]:
+        """Return the names that are stored among logs and slots and are neither, for people."""
         ...

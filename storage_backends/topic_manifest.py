@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 
 from storage_backends import commit
-from storage_backends.formats import format_errors, framing, index_ids, manifest, merge, names
+from storage_backends.formats import index_ids, manifest, merge, names
 from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import (
@@ -58,13 +58,10 @@ def topic_log(
     new_id: Callable[[], str],
     observer: commit.Observer | None = None,
 ) -> commit.ManifestLog[TopicManifest]:
-    """Return the manifests of one topic; a manifest of another topic among them is damage."""
+    """Return the manifests of one topic. One of another topic is damage, and so is one that names what cannot exist."""
 
     def decode(body: bytes) -> TopicManifest:
-        found = CODEC.decode(body)
-        if found.topic_id != topic_id or names.topic_id(found.topic) != topic_id:
-            raise format_errors.FormatError("topic manifest", framing.HEADER_BYTES, f"it is of topic {found.topic!r}")
-        return found
+        return manifest.check_topic(CODEC.decode(body), shard, topic_id)
 
     return commit.ManifestLog(
         store,

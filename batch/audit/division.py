@@ -34,7 +34,7 @@ PORTION_BYTES_MAX: Final = 256 << 20
 class ListedShard:
     """Everything that was listed of one shard.
 
-    `foreign` are keys that no shard has. `astray` are keys among manifests, which keep the newest one from being read.
+    `foreign` are keys that no shard has, `astray` those among manifests that no manifest has.
     """
 
     shard: int
@@ -53,24 +53,24 @@ class ListedShard:
         except format_errors.FormatError:
             self.foreign.append(entry.key)
             return
-        try:
-            number = names.number_of(entry.key)
-            is_numbered = entry.key == f"{entry.key.rpartition('/')[0]}/{number:020d}"
-            match parts:
-                case ["manifest", _] | ["topics", _, "manifest", _] if not is_numbered:
-                    self.astray.append(entry.key)
-                    return
-                case ["manifest", _] | ["topics", _, "manifest", _]:
-                    pass
-                case ["checkpoint", _] | ["topics", _, "buckets" | "progress" | "properties", _]:
-                    self.modified_ms[entry.key] = entry.modified_ms
-                case _:
-                    self.foreign.append(entry.key)
-                    return
-        except format_errors.FormatError:
-            (self.astray if "manifest" in parts[:-1] else self.foreign).append(entry.key)
-            return
+        folder = f"{entry.key.rpartition('/')[0]}/"
+        match parts:
+            case ["manifest", _] | ["topics", _, "manifest", _] if names.number_in(folder, entry.key) is not None:
+                pass
+            case ["checkpoint", _] | ["topics", _, "buckets" | "progress" | "properties", _] if _is_based(entry.key):
+                self.modified_ms[entry.key] = entry.modified_ms
+            case _:
+                (self.astray if "manifest" in parts[:-1] else self.foreign).append(entry.key)
+                return
         self.listing.add([entry])
+
+
+def _is_based(key: str) -> bool:
+    try:
+        names.number_of(key)
+    except format_errors.FormatError:
+        return False
+    return True
 
 
 def list_shard(root: Root, shard: int, topic_ids: Sequence[str] | None) -> ListedShard:

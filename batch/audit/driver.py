@@ -30,12 +30,12 @@ from batch.audit.findings import Finding, Kind, Report, Severity, Tally
 from batch.audit.log_audit import AppliedTopic, LogRun, LogSeen, ReadLog, Suspicion
 from batch.audit.manifest_audit import ManifestRun, ManifestsSeen
 from batch.audit.object_audit import Item, Role
-from batch.audit.reading import SYSTEM_CLOCK, Place, WallClock
+from batch.audit.reading import SYSTEM_CLOCK, Beat, Place, WallClock
 from batch.audit.row_audit import TwiceRun, Unnamed
 from batch.engine.engine_port import TaskEngine
 from batch.engine.job_settings import Settings
 from batch.engine.root import Root
-from storage_backends import log_reading, object_store
+from storage_backends import checkpoints, log_reading, object_store
 from storage_backends.formats import format_errors, manifest, names
 from storage_backends.formats.manifest import RootFormat, ShardManifest, TopicManifest
 from storage_backends.log_reading import Verdict
@@ -66,6 +66,8 @@ class LogPhase:
     def run(self) -> Tally:
         """Read the logs and return the findings that the jobs themselves have not counted."""
         tally = Tally()
+        # Read before the logs, which go on: what was certain at a beat is there afterwards.
+        beats = reading.heartbeats(self.root.store)
         listed = self._listed(tally)
         jobs = [job for log_id, numbers in listed.items() for job in division.log_runs(log_id, numbers)]
         runs: dict[str, list[LogSeen]] = {log_id: [] for log_id in listed}
@@ -77,31 +79,37 @@ class LogPhase:
         found = log_audit.suspicions(self.tips, logs, self.applied)
         if found:
             self._look_again(found, logs, tally)
+        for beat in beats:
+            self._check_beat(beat, logs.get(beat.log_id), tally)
         return tally
+
+    def _check_beat(self, beat: Beat, log: ReadLog | None, tally: Tally) -> None:
+        """Check that what a daemon reported is there: its log up to a slot, and a manifest of each of its shards."""
+        highest = 0 if log is None else log.highest
+        if highest < beat.last_slot:
+            key = names.log_slot_key(beat.log_id, beat.last_slot)
+            detail = f"daemon {beat.daemon_id} reported slot {beat.last_slot}, but the log ends at slot {highest}"
+            tally.find(Finding(kind=Kind.SLOT_MISSING, severity=Severity.ERROR, object=key, detail=detail))
+        for shard in beat.shards:
+            if shard in self.tips and self.tips[shard] is None and self.root.shard_tip(shard) is None:
+                key = names.shard_manifest_prefix(shard)
+                detail = (
+                    f"there is no manifest, but daemon {beat.daemon_id} reported that it owns the shard: it was lost"
+                )
+                tally.find(
+                    Finding(kind=Kind.NO_MANIFEST, severity=Severity.ERROR, object=key, detail=detail, shard=shard)
+                )
 
     # ---- the listing
 
     def _listed(self, tally: Tally) -> dict[str, list[int]]:
-        """Return the numbers of every log that has slots. A foreign key among them becomes a finding."""
-        listed: dict[str, list[int]] = {}
+        """Return the numbers of every log that has slots. A foreign name among them becomes a finding."""
         with _logs(self.root) as logs:
-            for log_id in self._ids(logs, tally):
-                try:
-                    numbers = _numbers(logs, log_id)
-                except object_store.Damaged as error:
-                    _tell_astray(tally, error)
-                else:
-                    if numbers:
-                        listed[log_id] = numbers
-        return listed
-
-    def _ids(self, logs: SlotLogs, tally: Tally) -> Iterable[str]:
-        try:
-            return sorted(logs.log_ids())
-        except object_store.Damaged as error:
-            _tell_astray(tally, error)
-            # Then the logs are those that manifests name.
-            return sorted(frozenset().union(*(log_audit.logs_of(tip) for tip in self.tips.values() if tip)))
+            for name in logs.foreign():
+                detail = "it is stored among logs, and is none"
+                tally.find(Finding(kind=Kind.FOREIGN, severity=Severity.WARNING, object=name, detail=detail))
+            listed = {log_id: _numbers(logs, log_id) for log_id in sorted(logs.log_ids())}
+            return {log_id: numbers for log_id, numbers in listed.items() if numbers}
 
     # ---- contradictions
 
@@ -162,11 +170,6 @@ def _numbers(logs: SlotLogs, log_id: str) -> list[int]:
         return slots.numbers()
     finally:
         slots.close()
-
-
-def _tell_astray(tally: Tally, error: object_store.Damaged) -> None:
-    detail = f"{error.reason}: it stops the log from being read"
-    tally.find(Finding(kind=Kind.FOREIGN, severity=Severity.ERROR, object=error.key, detail=detail))
 
 
 def _named(tips: Tips, shards: Iterable[int]) -> Iterator[str]:
@@ -477,6 +480,9 @@ class _Wave:
         self._read_sequences()
         for sequence in self._sequences.values():
             self._check_sequence(sequence)
+        for sequence in self._sequences.values():
+            if isinstance(sequence.tip, ShardManifest):
+                self._check_known(sequence.tip)
         self._audit.topics += sum(1 for place in self._sequences if place.topic_id)
         self._read_objects(records)
 
@@ -486,8 +492,8 @@ class _Wave:
             for key in listed.foreign:
                 self._audit.find(Kind.FOREIGN, Severity.INFO, key, "it is no object of a shard", place=place)
             for key in listed.astray:
-                detail = "it is among manifests, and hides the newest one"
-                self._audit.find(Kind.FOREIGN, Severity.ERROR, key, detail, place=place)
+                detail = "it is stored among manifests, and is none"
+                self._audit.find(Kind.FOREIGN, Severity.WARNING, key, detail, place=place)
 
     # ---- manifests
 
@@ -555,6 +561,31 @@ class _Wave:
                 self._audit.find(Kind.BEYOND_LOG, Severity.ERROR, key, detail, place=place, topic=tip.topic)
         if tip.applied > shard.checkpoint_slot:
             self._audit.knows_applied(place.shard, AppliedTopic(key=key, topic=tip.topic, applied=tip.applied))
+
+    def _check_known(self, tip: ShardManifest) -> None:
+        """Find topics that the shard's checkpoint knows and whose manifests, or the newest of them, are not there."""
+        root = self._audit.root
+        try:
+            loaded = checkpoints.read_newest(root.store, tip, damaged=lambda key: None).checkpoint
+            for topic_id, number in {} if loaded is None else loaded.known.items():
+                place = Place(tip.shard, topic_id)
+                sequence = self._sequences.get(place)
+                listed = sequence.numbers if sequence is not None else []
+                if listed[-1:] >= [number]:
+                    continue
+                found = root.tip(place.of_topic)
+                if found is None and sequence is None:
+                    detail = "the checkpoint of its shard names the topic, and there is no manifest: it was lost"
+                    self._audit.find(Kind.NO_MANIFEST, Severity.ERROR, place.manifest_prefix, detail, place=place)
+                elif found is not None and found.number < number:
+                    key = names.numbered_key(place.manifest_prefix, number)
+                    detail = f"the checkpoint of its shard names it, and the newest is {found.number}"
+                    self._audit.find(Kind.MANIFEST_MISSING, Severity.ERROR, key, detail, place=place)
+        except object_store.StoreError as error:
+            # Damage of a checkpoint or a tip has a finding of its own.
+            if not isinstance(error, object_store.Damaged | object_store.NotFound):
+                place = Place(tip.shard)
+                self._audit.find(Kind.UNREADABLE, Severity.ERROR, error.key, error.reason, place=place)
 
     # ---- objects
 

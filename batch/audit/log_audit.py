@@ -492,7 +492,7 @@ def _flaws_of_log(log: ReadLog, tips: Sequence[ShardManifest], holes: Sequence[t
     if lowest is None:
         return
     shards, logs = frozenset(naming), frozenset({log.log_id})
-    needed = [end for tip in naming.values() for end in _ends_named(tip, log.log_id)]
+    needed = [end for tip in naming.values() for end in tip.certain_in(log.log_id)]
     wanted = np.arange(lowest + 1, max(log.highest, *needed) + 1, dtype=np.uint64)
     missing = np.setdiff1d(wanted, log.numbers)
     for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1) if len(missing) else ():
@@ -507,14 +507,3 @@ def _flaws_of_log(log: ReadLog, tips: Sequence[ShardManifest], holes: Sequence[t
             behind = int(log.numbers[log.numbers > end][0])
             detail = f"it stands after slot {end}, the end of the log"
             yield Suspicion(_finding(Kind.LOG_RULE, names.log_slot_key(log.log_id, behind), detail), shards, logs)
-
-
-def _ends_named(tip: ShardManifest, log_id: str) -> Iterator[int]:
-    """Yield numbers of the log that the manifest proves certain, and which are not deleted while it names the log."""
-    for each in tip.ranges:
-        if each.log_id == log_id:
-            # A closed range ends before a FENCE or CLOSE, or at a slot of a log that its own daemon continues.
-            yield each.after if each.through is None else each.through
-    for cut in (tip.checkpoint, tip.previous_checkpoint):
-        if cut is not None and cut.log_id == log_id:
-            yield cut.at

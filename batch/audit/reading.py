@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final, TypeVar
+from typing import Annotated, Final, TypeVar
+
+import msgspec
 
 from batch.engine.root import Root, TopicPlace
 from storage_backends import object_store, shard_listing, topic_manifest
@@ -123,6 +126,28 @@ def read_all(store: ObjectStore, keys: Iterable[str]) -> Iterator[Read]:
         finally:
             for later in ahead:
                 later.cancel()
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """The last report of a daemon: the shards that it owned, its log, and a slot that this certainly had."""
+
+    daemon_id: str
+    shards: tuple[int, ...]
+    log_id: str = ""
+    last_slot: Annotated[int, msgspec.Meta(ge=0, le=names.NUMBER_MAX)] = 0
+
+
+def heartbeats(store: ObjectStore) -> list[Beat]:
+    """Return the newest heartbeats. One that cannot be read is none: its daemon replaces it every few seconds.
+
+    Raises the store's errors for the listing.
+    """
+    found = []
+    for entry in store.list(names.DAEMONS_PREFIX):
+        if names.is_daemon_id(entry.key.removeprefix(names.DAEMONS_PREFIX)):
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                found.append(msgspec.json.decode(_read(store, entry.key).body or b"", type=Beat))
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from daemon.group_commit.daemon_log import DaemonLog
 from daemon.owner import heartbeat, standby
 from daemon.owner.standby import Wait
 from daemon.owner.takeover import ClaimedShard, Fences, LogMustClose, Takeover, check_readable
+from daemon.owner.traces import Traces
 from daemon.runtime.environment import Environment
 from daemon.shard.recovery import ShardClaim
 from daemon.topic import topic_manifests
@@ -89,6 +90,8 @@ class Candidate:
         if former is not None and former.log_id:
             self._former = heartbeat.LogState(former.log_id, former.last_slot, True)
         self.shard_logs = tuple(topic_manifests.shard_log(environment, shard) for shard in range(shards))
+        own = () if former is None else (former,)
+        self._traces = Traces(environment.store, logs, lambda: (*own, *heartbeat.read_heartbeats(environment.store)))
         self._standby = standby.Standby(
             environment.store,
             self.shard_logs,
@@ -193,7 +196,7 @@ class Candidate:
             raise damage
 
     async def _check_readable(self, shard: int) -> None:
-        await check_readable(self._logs, self.shard_logs[shard], shard, self._environment)
+        await check_readable(self._logs, self.shard_logs[shard], shard, self._environment, self._traces)
 
     async def _fence_first(self, fences: Fences) -> None:
         """Fence one owner before a log is opened: if no owner can be fenced, no log is needed.
@@ -222,7 +225,7 @@ class Candidate:
         If the store fails for one of the others, this daemon keeps the rest. If another daemon was first, it keeps
         none.
         """
-        takeover = Takeover(self.shard_logs, living, self._environment)
+        takeover = Takeover(self.shard_logs, living, self._environment, self._traces)
         won: list[ClaimedShard] = []
         damaged: dict[int, Corruption] = {}
         unread: dict[int, Exception] = {}
@@ -233,6 +236,9 @@ class Candidate:
                 won.append(await self._claim(takeover, shard, fences, gone_owners))
             except Corruption as error:
                 damaged[shard] = error
+            except object_store.StoreRefused as error:
+                # No repetition helps, and any candidate would be refused.
+                unread[shard] = error
         others = (self._claim(takeover, shard, fences, gone_owners) for shard in shards)
         results = await asyncio.gather(*others, return_exceptions=True)
         for shard, result in zip(shards, results, strict=True):
@@ -316,4 +322,5 @@ class Candidate:
             log.error("shard %d cannot be served: %s", shard, error)
             self._environment.metrics.damage_found("shard")
         self._damaged[shard] = str(error)
+        self._standby.forget(shard)
         return error

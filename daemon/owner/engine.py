@@ -553,11 +553,12 @@ class Engine:
             self._set_serving()
 
     def _set_serving(self) -> None:
-        damaged = "".join(f"; shard {number} is damaged" for number in sorted(self._damaged))
+        damaged = "".join(f"; shard {number} is damaged: {self._damaged[number]}" for number in sorted(self._damaged))
         away = "".join(
             f"; shard {number} is not served here: {self._away[number].reason}" for number in sorted(self._away)
         )
-        self._set_health(Health(serving=True, reason=f"serving{damaged}{away}"))
+        topics = f"; {self.topics_damaged} topics are damaged" if self.topics_damaged else ""
+        self._set_health(Health(serving=True, reason=f"serving{damaged}{away}{topics}"))
 
     def _set_health(self, health: Health) -> None:
         if health == self._health or (self._draining and health.reason != "stopping"):

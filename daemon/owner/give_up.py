@@ -27,10 +27,20 @@ import ulid
 
 from daemon.errors import Corruption
 from daemon.owner import heartbeat
-from storage_backends import log_fence, object_store, root_format, shard_manifests, store_opening, topic_manifest
-from storage_backends.formats import log_slot_format, names, slot_format
+from daemon.owner.traces import Traces
+from daemon.shard import checkpointing, range_operations
+from storage_backends import (
+    commit,
+    log_fence,
+    object_store,
+    root_format,
+    shard_manifests,
+    store_opening,
+    topic_manifest,
+)
+from storage_backends.formats import checkpoint_format, log_slot_format, names, slot_format
 from storage_backends.formats.log_slot_format import Head, LogSlot, LogSlotHeader, LogSlotKind, ShardSlot
-from storage_backends.formats.manifest import LogRange, ShardManifest, TopicManifest
+from storage_backends.formats.manifest import CheckpointCut, LogRange, ShardManifest, TopicManifest
 from storage_backends.shard_listing import ShardListing
 from storage_backends.slot_log import SlotLog
 
@@ -89,10 +99,14 @@ class Loss:
 
     def describe(self) -> str:
         """Describe the loss to the operator, who has to accept it."""
-        shards = ", ".join(map(str, sorted(self.sections)))
+        lost = [
+            f"shard {shard} sections {self.heads[shard].last_slot + 1} to {self.heads[shard].last_slot + count}"
+            for shard, count in sorted(self.sections.items())
+            if count
+        ]
         return (
             f"log {self.log_id}: nothing is known of what slots {self.after + 1} to {max(self.through, self.highest)} "
-            f"held: the last that was added, acknowledged or changed in topics of shards {shards} is lost, if anything"
+            f"held: the last that was added, acknowledged or changed is lost, if anything: {', '.join(lost)}"
         )
 
 
@@ -107,7 +121,7 @@ def find_loss(slots: SlotLog, shards: Iterable[OwnedShard], *, told: int) -> Los
         raise object_store.Damaged(names.log_prefix(slots.log_id), "it has no slot: there is nothing to go by")
     highest = numbers[-1]
     newest = _newest_whole(slots, numbers)
-    if newest is not None and newest.header.kind.ends and newest.header.number == highest:
+    if newest is not None and newest.header.kind.ends and newest.header.number == highest >= told:
         return None
     owned = {each.tip.shard: (each, of_log) for each in shards if (of_log := each.range_in(slots.log_id)) is not None}
     if not owned:
@@ -160,6 +174,7 @@ def _newest_whole(slots: SlotLog, numbers: Sequence[int]) -> LogSlot | None:
 
 
 THREADS = 8
+DEADLINE_S = 30.0
 
 
 class _Ways(TypedDict):
@@ -205,6 +220,46 @@ def resolve_loss(store: object_store.ObjectStore, log_id: str, *, accepted: bool
                 return False
             fill_lost_slots(slots, loss)
     say("it was given up: a standby can take over")
+    return True
+
+
+def begin_anew(store: object_store.ObjectStore, shard: int, *, accepted: bool, say: Callable[[str], object]) -> bool:
+    """Return whether the shard can be claimed. With `accepted`, one that has lost its manifests begins anew.
+
+    Its topics are as they were sealed last, since their manifests hold that; what only checkpoints and logs had is
+    given up. The numbers of epochs and sections that are known are not used again. Otherwise nothing is written. Calls
+    `say` with each line for the operator. Raises Corruption if there is no such shard, Damaged, and the store's errors.
+    """
+    root = root_format.read(store)
+    if root is None or not 0 <= shard < root.shards:
+        raise Corruption(f"there is no FORMAT of a root that has shard {shard}")
+    manifests = shard_manifests.shard_log(store, shard, **_WAYS)
+    if manifests.read_tip() is not None:
+        say(f"shard {shard}: it has a manifest, a standby can claim it")
+        return True
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as threads:
+        logs = store_opening.open_logs(root.log_form, store, threads)
+        heads = dict(Traces(store, logs, lambda: ()).heads_of(shard))
+    topics = [*_topics_of(store, shard)]
+    slot = max((*(head.last_slot for head in heads.values()), *(int(each.applied) for each in topics)), default=0)
+    # An owner that lives is superseded.
+    epoch = 1 + max((*(head.epoch for head in heads.values()), *(each.owner_epoch for each in topics)), default=0)
+    say(
+        f"shard {shard}: it has no manifest. {len(topics)} topics are left as they were sealed; what checkpoints and "
+        f"logs had of them, up to section {slot}, is lost, and so are topics without a manifest"
+    )
+    if not accepted:
+        say("nothing was written; with --accept-loss this is given up, and a standby can claim the shard")
+        return False
+    known = {each.topic_id: each.head.number for each in topics}
+    body = checkpoint_format.Checkpoint(shard, epoch, ShardSlot(slot), known=known)
+    stored = checkpointing.write_checkpoint(store, body, base=0, unique=_WAYS["new_id"]())
+    cut = CheckpointCut(object=stored, slot=slot, log_id=max(heads, default=_WAYS["new_id"]()), at=0)
+    operation = range_operations.BeginAnew(shard=shard, epoch=epoch, cut=cut)
+    commit.commit(
+        manifests, operation, writer="tarryd give-up", created_ms=time.time_ns() // 1_000_000, deadline_s=DEADLINE_S
+    )
+    say("it was given up: a standby can claim the shard")
     return True
 
 

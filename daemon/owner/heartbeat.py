@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -43,7 +43,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     epochs: tuple[int, ...] = ()
     manifests: tuple[int, ...] = ()
     log_id: str = ""
-    last_slot: int = 0
+    last_slot: Annotated[int, msgspec.Meta(ge=0, le=names.NUMBER_MAX)] = 0
     log_ended: bool = False
 
     @property
@@ -93,14 +93,15 @@ def read_heartbeat(store: object_store.ObjectStore, daemon_id: str) -> Heartbeat
         return None
     try:
         return msgspec.json.decode(body, type=Heartbeat)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         log.warning("the heartbeat of daemon %s cannot be read", daemon_id)
         return None
 
 
 def daemon_ids(store: object_store.ObjectStore) -> list[str]:
-    """Return the ids of the daemons that have a heartbeat."""
-    return [entry.key.removeprefix(names.DAEMONS_PREFIX) for entry in store.list(names.DAEMONS_PREFIX)]
+    """Return the ids of the daemons that have a heartbeat. Raises the store's errors."""
+    listed = (entry.key.removeprefix(names.DAEMONS_PREFIX) for entry in store.list(names.DAEMONS_PREFIX))
+    return [daemon_id for daemon_id in listed if names.is_daemon_id(daemon_id)]
 
 
 def read_heartbeats(store: object_store.ObjectStore) -> Iterator[Heartbeat]:

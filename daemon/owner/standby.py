@@ -195,6 +195,8 @@ class Standby:
         self._sleep = sleep
         self._look_interval_s = look_interval_s
         self._tips: list[commit.Tip[ShardManifest] | None] = [None] * len(shard_logs)
+        # Shards whose known tip is no warm start for the next look
+        self._unsure: set[int] = set()
         self._new_watch = new_watch
         self._damaged: dict[int, object_store.Damaged] = {}
         self._watches: dict[str, heartbeat.Watch] = {}
@@ -207,6 +209,10 @@ class Standby:
     def tip(self, shard: int) -> commit.Tip[ShardManifest] | None:
         """Return the tip of a shard's manifest at the last look, or None if there was none."""
         return self._tips[shard]
+
+    def forget(self, shard: int) -> None:
+        """Read the shard's manifest anew at the next look: its object may be replaced by an undamaged one."""
+        self._unsure.add(shard)
 
     def told_of(self, log_id: str) -> int:
         """Return the slot of a log that was certain to its daemon, by its newest known heartbeat; 0 if unknown."""
@@ -323,9 +329,15 @@ class Standby:
 
     def _read_tip(self, number: int) -> commit.Tip[ShardManifest] | object_store.StoreError | None:
         try:
-            return self._shard_logs[number].read_tip(self._tips[number])
+            return self._read(number)
         except object_store.StoreError as error:
             return error
+
+    def _read(self, number: int) -> commit.Tip[ShardManifest] | None:
+        warm = None if number in self._unsure else self._tips[number]
+        tip = self._shard_logs[number].read_tip(warm)
+        self._unsure.discard(number)
+        return tip
 
     def _claimed(self, shards: Iterable[int]) -> list[int]:
         """Return those shards that a living daemon claims as their known tips say: these need not be read again.
@@ -341,7 +353,7 @@ class Standby:
 
         def is_claimed(number: int) -> bool:
             tip, claim = self._tips[number], newest.get(number)
-            if tip is None or claim is None or number in self._damaged:
+            if tip is None or claim is None or number in self._damaged or number in self._unsure:
                 return False
             recorded = recorded_owner(tip.manifest)
             return (

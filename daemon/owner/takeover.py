@@ -19,6 +19,7 @@ from typing import TypeAlias, TypeVar
 
 from daemon.errors import Corruption, NotOwner, Unavailable
 from daemon.group_commit.daemon_log import DaemonLog, OwnLogEnd
+from daemon.owner.traces import Traces
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from daemon.shard import checkpointing, range_operations, recovery
@@ -84,6 +85,9 @@ class Fences:
                 fenced = log_fence.fence_log(
                     slots, writer, told=told, delays_s=delays_s, sleep=environment.blocking_sleep
                 )
+            except object_store.Damaged as error:
+                advice = f"restore it, or give it up with `tarryd give-up {log_id}`"
+                raise object_store.Damaged(error.key, f"{error.reason}; {advice}") from error
             finally:
                 slots.close()
             crash_point("takeover.after_fence")
@@ -118,11 +122,12 @@ class LogMustClose(Corruption):
 class Takeover:
     """Shards of a root that this daemon takes into its log `living`. Used on one event loop.
 
-    `manifests` has those of every shard of the root.
+    `manifests` has those of every shard of the root. `traces` tell a new shard from one that the store has lost.
     """
 
-    def __init__(self, manifests: Manifests, living: DaemonLog, environment: Environment) -> None:
+    def __init__(self, manifests: Manifests, living: DaemonLog, environment: Environment, traces: Traces) -> None:
         self.living = living
+        self._traces = traces
         self._manifests = manifests
         self._environment = environment
         # Claims that may have landed, or still may
@@ -137,7 +142,8 @@ class Takeover:
 
         `looked_at` is its tip at the look. `fences` are those of this attempt. `gone_owners` are recorded owners that
         have no live process; "" stands for a shard without an owner. Raises NotOwner if another claimant was quicker,
-        Corruption if manifest or log are damaged, CommitOutcomeUnknown, and the store's errors.
+        Unavailable if the next look may change that, Corruption if manifest or log are damaged, CommitOutcomeUnknown,
+        and the store's errors.
         """
         try:
             tip = await self._run(lambda: self._manifests[shard].read_tip(looked_at))
@@ -157,6 +163,12 @@ class Takeover:
             return await self._commit(claim, tip)
         except object_store.Damaged as error:
             raise Corruption(f"{error}") from error
+        except (*commit.UNCERTAIN, Corruption, NotOwner, Unavailable, MemoryError):
+            raise
+        except Exception as error:
+            # Its stored data makes no sense, or there is a bug. The others are served all the same.
+            log.exception("shard %d cannot be claimed", shard)
+            raise Corruption(f"{self._manifests[shard].prefix}: it cannot be claimed: {error!r}") from error
 
     def _check_owner(self, looked_at: Tip | None, tip: Tip | None) -> None:
         """Raise NotOwner if another claimant has come since the look.
@@ -168,6 +180,8 @@ class Takeover:
 
     async def _begun(self, shard: int, tip: Tip | None, fences: Fences, gone_owners: frozenset[str]) -> ClaimShard:
         """Make the claim, which is the same at each attempt to commit it."""
+        if tip is None:
+            await self._run(lambda: self._traces.check_new(shard))
         manifest = None if tip is None else tip.manifest
         owned = None if manifest is None else manifest.open_range
         former: Fence | OwnLogEnd | None = None
@@ -175,7 +189,14 @@ class Takeover:
             await self.living.stop(shard)
             former = await self.living.end_for_claim()
         elif owned is not None:
-            former = await fences.of(owned.log_id)
+            try:
+                former = await fences.of(owned.log_id)
+            except object_store.Damaged as error:
+                raise object_store.Damaged(
+                    error.key,
+                    f"{error.reason}; shard {shard} may have lost what it had there above section {_covered(tip)}",
+                ) from error
+            await self._check_end(former, tip)
         config = self._environment.config
         claim = ClaimShard(
             shard=shard,
@@ -190,6 +211,30 @@ class Takeover:
         self._under_way[shard] = claim
         self.living.truncation.claims(shard, after=claim.after)
         return claim
+
+    async def _check_end(self, fence: Fence, tip: Tip | None) -> None:
+        """Raise Damaged if the shard's manifest names a slot of the fenced log that this log cannot have had.
+
+        A fence in an emptied number of a living log is lower than such a slot, too. Then the log, which is longer than
+        at the listing before the fence, has a higher slot than the fence.
+        """
+        certain = 0 if tip is None else max(tip.manifest.certain_in(fence.log_id))
+        if tip is None or certain < fence.number:
+            return
+
+        def highest() -> int:
+            slots = self.living.logs.log(fence.log_id)
+            try:
+                return slots.highest() or 0
+            finally:
+                slots.close()
+
+        if await self._run(highest) <= fence.number:
+            raise object_store.Damaged(
+                self._manifests[tip.manifest.shard].key(tip.number),
+                f"it names slot {certain} of log {fence.log_id}, which ends at slot {fence.number}: the manifest is "
+                f"wrong, or the store has lost slots",
+            )
 
     async def _commit(self, claim: ClaimShard, tip: Tip | None) -> ClaimedShard:
         shard = claim.shard
@@ -299,10 +344,12 @@ class Takeover:
             return self._superseded(won) or Corruption(f"{damage}")
         except object_store.StoreError as error:
             return error
+        except MemoryError:
+            raise
         except Exception as error:
             # Its stored data is inconsistent, or there is a bug. The others are served all the same.
             log.exception("shard %d cannot be restored", won.shard)
-            return Corruption(f"it cannot be restored: {error!r}")
+            return Corruption(f"{loaded.key or 'its log'}: it cannot be restored: {error!r}")
 
     def _superseded(self, won: ClaimedShard) -> Exception | None:
         """Return NotOwner if another daemon has claimed the shard, the store's error if that is unknown, else None.
@@ -321,13 +368,19 @@ class Takeover:
 
 
 async def check_readable(
-    logs: SlotLogs, manifests: commit.ManifestLog[ShardManifest], shard: int, environment: Environment
+    logs: SlotLogs,
+    manifests: commit.ManifestLog[ShardManifest],
+    shard: int,
+    environment: Environment,
+    traces: Traces,
 ) -> None:
     """Read what a claim of an unowned shard would read; change nothing. Raises Corruption, and the store's errors."""
 
     def check() -> None:
         try:
             tip = manifests.read_tip()
+            if tip is None:
+                traces.check_new(shard)
             if tip is None or tip.manifest.open_range is not None:
                 return
             checkpoints.sections_of_shard(
@@ -360,6 +413,11 @@ def _last_slot(manifest: ShardManifest) -> int:
     if owned is None:
         raise Corruption(f"shard {manifest.shard}: its manifest {manifest.head.number} names no log of its owner")
     return owned.first_slot - 1
+
+
+def _covered(tip: Tip | None) -> int:
+    """Return the last section that a checkpoint of the shard covers; 0 without one."""
+    return 0 if tip is None else tip.manifest.checkpoint_slot
 
 
 def _open_log(tip: Tip | None) -> str | None:

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from daemon.core.deletions.ledger_deletions import DeletionCut
@@ -134,12 +134,13 @@ class ShardState:
     """The content of a checkpoint of a shard.
 
     `cuts` are topics that are not fully in their manifests. `carried` are those that are not loaded. `deletions` is
-    None if there are none to store.
+    None if there are none to store. `known` has the number of the newest known manifest of each topic, by id.
     """
 
     cuts: Sequence[bucket_lifecycle.TopicCut]
     carried: Sequence[checkpoint_format.TopicPart]
     deletions: DeletionCut | None
+    known: Mapping[str, int]
 
 
 class Checkpointing:
@@ -354,6 +355,7 @@ class Checkpointing:
                 slot=slot,
                 topics=(*map(_part_of, state.cuts), *state.carried),
                 deletions=None if state.deletions is None else state.deletions.state(),
+                known=state.known,
             )
             return write_checkpoint(environment.store, body, base=tip.number, unique=environment.new_id())
 

@@ -249,6 +249,27 @@ class Release:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class BeginAnew:
+    """The first manifest of a shard that has lost all of its own: without an owner, and with an empty checkpoint.
+
+    `epoch` and the section number of the checkpoint `cut` are not below any that was ever used.
+    """
+
+    shard: int
+    epoch: int
+    cut: CheckpointCut
+
+    def precondition(self, tip: ShardManifest | None) -> str | None:
+        return None if tip is None else f"the shard has manifest {tip.head.number}"
+
+    def apply(self, tip: ShardManifest | None) -> ShardManifest:
+        return ShardManifest(head=commit.NO_HEAD, shard=self.shard, epoch=self.epoch, checkpoint=self.cut)
+
+    def landed(self, tip: ShardManifest) -> bool:
+        return _names(tip, self.cut)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class GiveBack:
     """The release of a shard by a claimant that has written no section in its epoch; all else stays as it was.
 

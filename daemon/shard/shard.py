@@ -115,6 +115,7 @@ class ServedShard:
             last_slot=claim.last_slot,
             newest_slot=lambda: self.applied_slot,
             tails=checkpoints.tails_of(claim.checkpoint, ((each.slot, each.records) for each in claim.sections)),
+            known={} if claim.checkpoint is None else claim.checkpoint.known,
             environment=environment,
             new_topic=self._core_topic,
             loaded=self._loaded,
@@ -366,7 +367,9 @@ class ServedShard:
 
         Raises TopicFailed if a topic cannot be cut; that topic is reloaded.
         """
-        return ShardState(self._cuts(), self.loading.carried(), self.deletions.cut())
+        cuts = self._cuts()
+        known = {topic_id: topic.manifests.number for topic_id, topic in self._by_id.items()}
+        return ShardState(cuts, self.loading.carried(), self.deletions.cut(), {**self.loading.known, **known})
 
     def _cuts(self) -> list[bucket_lifecycle.TopicCut]:
         cuts = []

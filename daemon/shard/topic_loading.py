@@ -15,7 +15,6 @@ them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import heapq
 import logging
@@ -76,7 +75,8 @@ class TopicLoading:
     """The topics of one shard that are not loaded yet. Used on one event loop.
 
     No slot above `last_slot` names a topic that is not loaded yet; `newest_slot` returns the last applied one. `tails`
-    is the content of checkpoint and commit log. `new_topic` makes an empty topic for a manifest, in a thread. `loaded`
+    is the content of checkpoint and commit log. `known` has the topics that the checkpoint knows, by id, with the
+    number of a manifest that each had. `new_topic` makes an empty topic for a manifest, in a thread. `loaded`
     takes each loaded topic over, on the loop. `is_served` returns whether a topic needs no loading. Calls `lost` with
     the error that ends the shard.
     """
@@ -89,6 +89,7 @@ class TopicLoading:
         last_slot: ShardSlot,
         newest_slot: Callable[[], ShardSlot],
         tails: Mapping[str, checkpoints.TopicTail],
+        known: Mapping[str, int],
         environment: Environment,
         new_topic: Callable[[TopicManifest], TopicState],
         loaded: Callable[[LoadedTopic], None],
@@ -106,6 +107,8 @@ class TopicLoading:
         self._last_slot = last_slot
         self._newest_slot = newest_slot
         self._tails = dict(tails)
+        # Topic id -> number of a manifest that it had, for topics that exist and are not loaded
+        self.known = dict(known)
         # Topic id -> last slot that may name it, for topics that are loaded again
         self._as_of: dict[str, ShardSlot] = {}
         self._failures = Failures()
@@ -198,6 +201,7 @@ class TopicLoading:
         `tail` is all that checkpoint and commit log hold of it. No slot above `slot` names it.
         """
         self._tails[topic_id] = tail
+        self.known.setdefault(topic_id, 0)
         self._as_of[topic_id] = slot
         if not self._closed:
             delay_s = self._failures.delay_s(topic_id, now_s=self._environment.clock.elapsed_s())
@@ -257,7 +261,10 @@ class TopicLoading:
 
     async def _list(self) -> None:
         numbers, self._listed_at_s = await self._until_listed()
-        for topic_id in sorted(numbers):
+        for topic_id, number in numbers.items():
+            if not self._is_served(topic_id):
+                self.known[topic_id] = max(number, self.known.get(topic_id, 0))
+        for topic_id in sorted(self.known):
             if not self._is_served(topic_id) and not self.knows(topic_id):
                 self._waiting[topic_id] = None
         # A topic that is served already may have other manifests by the time at which it is loaded again.
@@ -266,7 +273,7 @@ class TopicLoading:
         }
         self._listed = True
         # A topic that does not exist waits for no turn to load.
-        there = (numbers, self._tails, self._born_since)
+        there = (self.known, self._tails, self._born_since)
         for topic_id in [asked for asked in self._asked if not any(asked in ids for ids in there)]:
             del self._asked[topic_id]
             self._settle(topic_id)
@@ -287,13 +294,10 @@ class TopicLoading:
         numbers: dict[str, int] = {}
         sent_at_s, prefix = self._environment.clock.elapsed_s(), names.topics_prefix(self._shard)
         for entry in self._environment.store.list(prefix):
-            topic_id, _, rest = entry.key[len(prefix) :].partition("/")
-            number = 0
-            if rest.startswith("manifest/"):
-                # A bad manifest name is found when the topic is read.
-                with contextlib.suppress(format_errors.FormatError):
-                    number = names.number_of(entry.key)
-            numbers[topic_id] = max(number, numbers.get(topic_id, 0))
+            topic_id = entry.key[len(prefix) :].partition("/")[0]
+            if names.is_topic_id(topic_id):
+                number = names.number_in(names.topic_manifest_prefix(self._shard, topic_id), entry.key) or 0
+                numbers[topic_id] = max(number, numbers.get(topic_id, 0))
         return numbers, sent_at_s
 
     async def _work(self) -> None:
@@ -362,6 +366,7 @@ class TopicLoading:
             self._take_over(loaded)
             self.rows_replayed += loaded.rows_replayed
         self._under_way.discard(topic_id)
+        self.known.pop(topic_id, None)
         self._tails.pop(topic_id, None)
         self._as_of.pop(topic_id, None)
         self._born_since.discard(topic_id)
@@ -440,8 +445,7 @@ class TopicLoading:
                 # The claim finds later ones.
                 tip = topic_log.read_at(number, self._listed_at_s)
             tip = tip or topic_log.read_tip()
-            if tip is None and tail is not checkpoints.NOTHING:
-                raise Corruption(f"its manifests are missing under {topic_log.prefix}, and the journal names it")
+            self._check_there(topic_log, tip, topic_id)
             if tip is None or tip.manifest.deleted:
                 return None
             if may_wait:
@@ -455,6 +459,21 @@ class TopicLoading:
         except format_errors.FormatError as error:
             # From content that is decoded only when needed
             raise Corruption(str(error)) from error
+
+    def _check_there(
+        self, topic_log: commit.ManifestLog[TopicManifest], tip: commit.Tip[TopicManifest] | None, topic_id: str
+    ) -> None:
+        """Raise Corruption if the store has lost the topic, or its newest manifests: the highest one stays for ever."""
+        number = self.known.get(topic_id, 0)
+        if tip is None and (topic_id in self.known or topic_id in self._tails):
+            raise Corruption(
+                f"its manifests are missing under {topic_log.prefix}, but checkpoint, log or objects name it"
+            )
+        prefix = names.topic_prefix(self._shard, topic_id)
+        if tip is None and not self._listed and any(True for _ in self._environment.store.list(prefix)):
+            raise Corruption(f"its manifests are missing under {topic_log.prefix}, but there are objects of it")
+        if tip is not None and tip.number < number:
+            raise Corruption(f"{topic_log.key(number)}: it is missing, and the checkpoint names it")
 
     def _restored(
         self, topic_log: commit.ManifestLog[TopicManifest], tip: commit.Tip[TopicManifest], tail: checkpoints.TopicTail

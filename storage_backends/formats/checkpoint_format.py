@@ -7,6 +7,7 @@ protobuf message Checkpoint in the frame of `framing`, magic "TyCP"; its columns
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import zstandard
 
@@ -15,6 +16,7 @@ from storage_backends.formats import (
     format_errors,
     framing,
     mirror,
+    names,
     record_columns,
     segment,
     slot_format,
@@ -86,13 +88,18 @@ class TopicPart:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Checkpoint:
-    """A shard as of `slot`, written by the owner of `epoch`. `deletions` is None if there are none."""
+    """A shard as of `slot`, written by the owner of `epoch`. `deletions` is None if there are none.
+
+    `known` has every topic that existed, by id, with the number of a manifest that it had, 0 if that is unknown. Older
+    releases know none.
+    """
 
     shard: int
     epoch: int
     slot: ShardSlot
     topics: tuple[TopicPart, ...] = ()
     deletions: DeletionState | None = None
+    known: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for part in self.topics:
@@ -148,6 +155,8 @@ def encode_checkpoint(value: Checkpoint) -> bytes:
             carrier = state.carried.add(slot=carried.slot)
             for record in carried.records:
                 slot_format.fill_record(carrier.records.add(), record)
+    for topic_id, number in value.known.items():
+        message.known.add(topic_id=topic_id, manifest=number)
     parts = [message.SerializeToString(deterministic=True)]
     for portion in deletion_format.portions(value.deletions) if value.deletions is not None else ():
         # The concatenated bytes of messages are those of a message with the fields of all.
@@ -166,7 +175,10 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
         stored = None
         if message.HasField("deletions"):
             stored = deletion_format.state_of(message.deletions, f"{_WHAT} deletions", framing.HEADER_BYTES)
-        return Checkpoint(message.shard, message.epoch, ShardSlot(message.slot), topics, stored)
+        known = {each.topic_id: each.manifest for each in message.known}
+        if wrong := [each for each in known if not names.is_topic_id(each)]:
+            raise ValueError(f"it knows topic {wrong[0]!r}, which is not a topic id")
+        return Checkpoint(message.shard, message.epoch, ShardSlot(message.slot), topics, stored, known)
 
 
 def _topic_part(state: checkpoint_pb2.TopicState) -> TopicPart:

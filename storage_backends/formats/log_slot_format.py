@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple, NewType, TypeAlias
 
-from storage_backends.formats import format_errors, framing
+from storage_backends.formats import format_errors, framing, names
 
 FORMAT_VERSION: Final = 1
 MAGIC: Final = b"TyLS"
@@ -38,6 +38,7 @@ _CRC: Final = struct.Struct("<I")
 _TEXT: Final = struct.Struct("<H")
 _ENTRY: Final = struct.Struct("<IQQIII")
 HEADER_BYTES: Final = _FIXED.size + _CRC.size
+ENTRY_BYTES: Final = _ENTRY.size
 _KIND_AT: Final = 6
 TEXT_BYTES_MAX: Final = 1_000
 """The longest text that says who wrote a slot (bytes)"""
@@ -221,6 +222,19 @@ def _fingerprint(data: bytes) -> int:
     return int(fingerprint)
 
 
+def sections_begin(shards: int) -> int:
+    """Return where the sections of a DATA slot begin whose heads are those of so many shards (bytes)."""
+    return HEADER_BYTES + ENTRY_BYTES * shards
+
+
+def differs_in_part(made: bytes, stored: bytes) -> bool:
+    """Return whether `made`, a whole slot, is what the damaged bytes were: by their checksum, or by all but that."""
+    if len(made) != len(stored):
+        return False
+    at = slice(_FIXED.size, HEADER_BYTES)
+    return made[at] == stored[at] or (made[: at.start], made[at.stop :]) == (stored[: at.start], stored[at.stop :])
+
+
 def decode_log_slot(data: bytes) -> LogSlot:
     """Decode a slot whose header and table are whole, without checking its sections.
 
@@ -266,6 +280,8 @@ def _decode_entries(data: bytes, begin: int, end: int) -> tuple[dict[int, Head],
     for shard, epoch, last_slot, offset, length, crc32c in _ENTRY.iter_unpack(data[begin:end]):
         if shard <= before:
             raise ValueError(f"shard {shard} follows shard {before} in the table")
+        if max(epoch, last_slot) > names.NUMBER_MAX:
+            raise ValueError(f"shard {shard} has epoch {epoch} and section {last_slot}; {names.NUMBER_MAX} is the last")
         before = shard
         heads[shard] = Head(epoch, last_slot)
         if offset or length:

@@ -12,11 +12,12 @@ import dataclasses
 import enum
 import hashlib
 import itertools
+from collections.abc import Sequence
 from typing import TypeVar
 
 from google.protobuf import message as protobuf
 
-from storage_backends.formats import format_errors, framing, log_slot_format, mirror
+from storage_backends.formats import format_errors, framing, log_slot_format, mirror, names
 from storage_backends.formats.generated import manifest_pb2
 from storage_backends.formats.log_slot_format import Head, ShardSlot
 from storage_backends.formats.position_bitmap import PositionBitmap
@@ -184,6 +185,15 @@ class ShardManifest:
     def lowest_after(self, log_id: str) -> int | None:
         """Return the log's number behind which this shard needs it, or None if no range names the log."""
         return min((each.after for each in self.ranges if each.log_id == log_id), default=None)
+
+    def certain_in(self, log_id: str) -> list[int]:
+        """Return numbers of the log that this manifest proves certain; 0 stands for none.
+
+        A closed range ends before a FENCE or CLOSE, or at a slot of a log that its own daemon continues.
+        """
+        ranges = (each.after if each.through is None else each.through for each in self.ranges if each.log_id == log_id)
+        cuts = (self.checkpoint, self.previous_checkpoint)
+        return [0, *ranges, *(cut.at for cut in cuts if cut is not None and cut.log_id == log_id)]
 
 
 def slot_of(checkpoint: CheckpointCut | None) -> int:
@@ -637,6 +647,80 @@ def encode_probe_pass(value: ProbePass) -> bytes:
 
 def decode_probe_pass(data: bytes) -> ProbePass:
     return _decode(ProbePass, PROBE_PASS_MAGIC, manifest_pb2.ProbePass, "pass of the probe", data)
+
+
+def check_shard(value: ShardManifest, shard: int) -> ShardManifest:
+    """Return the manifest if it is of this shard, its numbers have a next one, and what it names can exist.
+
+    A key, an owner or a log id becomes the name of an object or folder that is read, written or deleted. Raises
+    FormatError.
+    """
+    with format_errors.reading("shard manifest", framing.HEADER_BYTES):
+        if value.shard != shard:
+            raise ValueError(f"it is of shard {value.shard}")
+        cuts = [each for each in (value.checkpoint, value.previous_checkpoint) if each is not None]
+        _check_numbers("epoch", value.epoch, value.settled_epoch)
+        for each in value.ranges:
+            _check_log_id(each.log_id)
+            numbers = (each.epoch, each.after, each.first_slot, each.through or 0, each.last_slot or 0)
+            _check_numbers(f"range of log {each.log_id}", *numbers)
+        for cut in cuts:
+            _check_log_id(cut.log_id)
+            _check_numbers(f"checkpoint {cut.object.name}", cut.slot, cut.at)
+        if value.settled_epoch > value.epoch:
+            raise ValueError(f"epoch {value.settled_epoch} is settled, above the epoch {value.epoch}")
+        if value.previous_slot > value.checkpoint_slot:
+            raise ValueError(
+                f"the checkpoint before is of slot {value.previous_slot}, the newest of {value.checkpoint_slot}"
+            )
+        owned = value.open_range
+        if value.owner and not names.is_daemon_id(value.owner):
+            raise ValueError(f"owner is {value.owner!r}; it must be the id of a daemon")
+        if owned is not None and owned.epoch != value.epoch:
+            raise ValueError(f"the open range has epoch {owned.epoch}; it must be {value.epoch}")
+        prefix = names.checkpoint_prefix(shard)
+        _check_named(value.head, [cut.object for cut in cuts], value.tombstones, prefix)
+    return value
+
+
+def check_topic(value: TopicManifest, shard: int, topic_id: str) -> TopicManifest:
+    """Return the manifest if it is of this topic, its numbers have a next one, and what it names can exist.
+
+    Raises FormatError.
+    """
+    with format_errors.reading("topic manifest", framing.HEADER_BYTES):
+        if value.topic_id != topic_id or names.topic_id(value.topic) != topic_id:
+            raise ValueError(f"it is of topic {value.topic!r}")
+        _check_numbers("incarnation", value.incarnation)
+        _check_numbers("owner_epoch", value.owner_epoch)
+        _check_numbers("applied", value.applied, *(each.quarantined_slot for each in value.live))
+        _check_numbers("subscription", value.last_subscription_id)
+        for each in value.subscriptions:
+            _check_numbers(f"subscription {each.name!r}", each.subscription_id, each.created_slot)
+        buckets = names.buckets_prefix(shard, topic_id)
+        beside = names.progress_prefix(shard, topic_id), names.properties_prefix(shard, topic_id)
+        _check_named(value.head, [each.object for each in value.live], (), buckets)
+        _check_named(value.head, value.beside_buckets, value.tombstones, buckets, *beside)
+    return value
+
+
+def _check_named(
+    head: ManifestHead, live: Sequence[ObjectReference], tombstones: Sequence[Tombstone], *prefixes: str
+) -> None:
+    _check_numbers("number", head.number, head.orphan_floor)
+    for each in (*live, *(tombstone.object for tombstone in tombstones)):
+        if not names.is_object(each.name, each.base, prefixes):
+            raise ValueError(f"object {each.name!r} has base {each.base}, and is none of {' or '.join(prefixes)}")
+
+
+def _check_log_id(log_id: str) -> None:
+    if not log_slot_format.is_log_id(log_id):
+        raise ValueError(f"log id is {log_id!r}; it must be a ULID")
+
+
+def _check_numbers(what: str, *numbers: int) -> None:
+    if max(numbers) > names.NUMBER_MAX:
+        raise ValueError(f"{what} has number {max(numbers)}; it must be {names.NUMBER_MAX} at most")
 
 
 def check_bytes(reference: ObjectReference, body: bytes, what: str) -> None:

@@ -26,6 +26,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from collections.abc import Sequence
 
 import google_crc32c
 
@@ -41,7 +42,11 @@ PROBE_PASS_KEY = "probe/passed"
 _TOPIC_ID_HASH_BYTES = 20
 _TOPIC_ID = re.compile(r"[a-z2-7]{32}")
 _MERGE_HINT = re.compile(rf"{MERGE_HINTS_PREFIX}(\d{{2,}})-({_TOPIC_ID.pattern})")
-_NUMBERED = re.compile(r"(\d{20})(?:-[0-9A-Za-z_-]+)?")
+_NUMBERED = re.compile(r"([0-9]{20})(?:-[0-9A-Za-z_-]+)?")
+_NAME_MAX = 200
+_DAEMON_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+NUMBER_MAX = (1 << 63) - 1
+"""The highest number of a manifest, a slot, a section, an epoch or an incarnation: the next ones fit into 64 bits."""
 
 
 def topic_id(topic: str) -> str:
@@ -173,9 +178,31 @@ def number_of(key: str) -> int:
     """
     start = key.rfind("/") + 1
     match = _NUMBERED.fullmatch(key, start)
-    if match is None:
-        raise format_errors.FormatError(f"key {key!r}", start, "its last part is not a number of 20 digits")
+    if match is None or int(match[1]) > NUMBER_MAX:
+        raise format_errors.FormatError(
+            f"key {key!r}", start, f"its last part is not a number of 20 digits, {NUMBER_MAX} at most"
+        )
     return int(match[1])
+
+
+def number_in(prefix: str, key: str) -> int | None:
+    """Return the number of the manifest or log slot with this key, or None if none beneath `prefix` has such a key."""
+    digits = key.removeprefix(prefix)
+    match = _NUMBERED.fullmatch(digits)
+    number = 0 if match is None else int(match[1])
+    return number if 0 < number <= NUMBER_MAX and key == numbered_key(prefix, number) else None
+
+
+def is_daemon_id(name: str) -> bool:
+    """Return whether a daemon can have this id: it is one part of a key."""
+    return _DAEMON_ID.fullmatch(name) is not None
+
+
+def is_object(key: str, base: int, prefixes: Sequence[str]) -> bool:
+    """Return whether it is the key of an object with this base, beneath one of the prefixes."""
+    prefix, _, name = key.rpartition("/")
+    match = _NUMBERED.fullmatch(name)
+    return match is not None and int(match[1]) == base and len(name) <= _NAME_MAX and f"{prefix}/" in prefixes
 
 
 def topic_id_of(key: str) -> str:

@@ -67,6 +67,7 @@ __all__ = [
     "decode_slot",
     "encode_slot",
     "fill_record",
+    "length_of",
     "merge_key",
     "merged",
     "read_slot",
@@ -197,6 +198,13 @@ def read_slot(data: bytes) -> StoredSlot:
 def decode_header(data: bytes) -> SlotHeader:
     """Decode the header alone of a whole section, which is checked in full."""
     return _checked(data)[0]
+
+
+def length_of(data: bytes) -> int:
+    """Return the length (bytes) that a section at the beginning of the bytes says that it has; 0 without a header."""
+    if len(data) < HEADER_BYTES:
+        return 0
+    return HEADER_BYTES + int(_HEADER.unpack_from(data)[-1])
 
 
 def _checked(data: bytes) -> tuple[SlotHeader, bytes]:

@@ -479,7 +479,7 @@ async def test_the_newest_slot_is_damaged(machines: EngineFixture, caplog: pytes
     one.kill()
     newest = machines.keys(JOURNAL)[-1]
     body, metadata = machines.store.get_with_metadata(newest)
-    machines.store.put(newest, b"?" + body[1:], metadata=metadata)
+    machines.store.put(newest, b"?" + body[1:-1] + b"?", metadata=metadata)
     two = await machines.daemon().start()
     await two.until(lambda: newest in two.engine.health.reason)
     assert not two.shards

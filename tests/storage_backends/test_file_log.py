@@ -317,11 +317,23 @@ def test_files_are_short_and_whole_files_go(tmp_path: Path, small_files: None) -
     log.close()
 
 
-def test_what_is_no_file_of_a_log_is_damage(tmp_path: Path) -> None:
+def test_what_is_no_file_of_a_log_is_none_and_is_named(tmp_path: Path) -> None:
     written(tmp_path, 1).close()
-    (path_of(tmp_path, 1).parent / "notes.txt").write_text("")
-    with pytest.raises(object_store.Damaged, match=r"notes\.txt is not a log file"):
-        log_of(tmp_path).highest()
+    logs = FileLogs(tmp_path)
+    folder = path_of(tmp_path, 1).parent
+    foreign = [folder / "notes.txt", folder / ("9" * 20), folder.parent / "notes"]
+    for path in foreign:
+        path.write_text("")
+    (folder / f"{7:020d}").mkdir()
+    assert log_of(tmp_path).highest() == 1
+    assert logs.log_ids() == {LOG_ID}
+    assert sorted(logs.foreign()) == sorted(map(str, (*foreign, folder / f"{7:020d}")))
+
+
+def test_a_file_with_any_number_as_its_name_takes_little_memory(tmp_path: Path) -> None:
+    written(tmp_path, 1).close()
+    path_of(tmp_path, 1).with_name(f"{1 << 62:020d}").write_text("mine")
+    assert len(log_of(tmp_path).numbers()) == file_log.MISSING_TOLD_MAX + 1
 
 
 # ---- the lock

@@ -80,9 +80,13 @@ def test_what_cannot_be_a_slot_is_damage(root: Root) -> None:
     root.store.put(f"logs/{LOG_ID}/{7:020d}", b"no metadata")
     with pytest.raises(object_store.Damaged, match="is not that of a log slot"):
         root.owner.head(7)
-    root.store.put(f"logs/{LOG_ID}/notes", b"")
-    with pytest.raises(object_store.Damaged):
-        root.owner.highest()
-    root.store.put("logs/notes", b"")
-    with pytest.raises(object_store.Damaged, match="has no name of a log"):
-        root.logs.log_ids()
+
+
+def test_what_has_no_name_of_a_slot_is_none_and_is_named(root: Root) -> None:
+    foreign = [f"logs/{LOG_ID}/notes", "logs/notes", f"logs/{LOG_ID}/{'9' * 20}", "logs/x/00000000000000000001"]
+    for key in foreign:
+        root.store.put(key, b"")
+    assert root.owner.highest() == 6
+    assert root.owner.numbers() == [1, 2, 3, 4, 5, 6]
+    assert root.logs.log_ids() == {LOG_ID}
+    assert sorted(root.logs.foreign()) == sorted(foreign)

@@ -47,7 +47,10 @@ from tests.storage_backends._support.topic_manifests import (
 
 
 def log_of(store: MemoryStore | FaultStore, name: str = "id") -> commit.ManifestLog[TopicManifest]:
-    return topic_log_of(TOPIC_ID, store, name)
+    """The manifests of a topic whose objects have short names here."""
+    log = topic_log_of(TOPIC_ID, store, name)
+    log.codec = topic_manifest.CODEC
+    return log
 
 
 def topic_log_of(topic_id: str, store: MemoryStore | FaultStore, name: str = "id") -> commit.ManifestLog[TopicManifest]:

@@ -121,8 +121,9 @@ class World:
 
 
 def log_of(store: MemoryStore, run: Run, name: str) -> commit.ManifestLog[TopicManifest]:
+    """The manifests of a topic whose objects have short names here."""
     ids = (f"{name}-{number}" for number in itertools.count())
-    return topic_manifest.topic_log(
+    log = topic_manifest.topic_log(
         store,
         SHARD,
         TOPIC_ID,
@@ -131,6 +132,8 @@ def log_of(store: MemoryStore, run: Run, name: str) -> commit.ManifestLog[TopicM
         jitter=lambda: 0.5,
         new_id=lambda: next(ids),
     )
+    log.codec = topic_manifest.CODEC
+    return log
 
 
 def committed(world: World, name: str, place: int, operation: Operation) -> TopicManifest | None:

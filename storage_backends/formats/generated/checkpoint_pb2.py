@@ -27,7 +27,7 @@ from storage_backends.formats.generated import journal_pb2 as tarry_dot_storage_
 from storage_backends.formats.generated import manifest_pb2 as tarry_dot_storage_dot_v1_dot_manifest__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!tarry/storage/v1/checkpoint.proto\x12\x10tarry.storage.v1\x1a\x1ftarry/storage/v1/deletion.proto\x1a\x1etarry/storage/v1/journal.proto\x1a\x1ftarry/storage/v1/manifest.proto\"\x9a\x01\n\nCheckpoint\x12\r\n\x05shard\x18\x01 \x02(\r\x12\r\n\x05\x65poch\x18\x02 \x02(\x04\x12\x0c\n\x04slot\x18\x03 \x02(\x04\x12,\n\x06topics\x18\x04 \x03(\x0b\x32\x1c.tarry.storage.v1.TopicState\x12\x32\n\tdeletions\x18\x05 \x01(\x0b\x32\x1f.tarry.storage.v1.DeletionState\"\xc2\x02\n\nTopicState\x12\x10\n\x08topic_id\x18\x01 \x02(\t\x12\r\n\x05topic\x18\x02 \x02(\t\x12\x13\n\x0bincarnation\x18\x03 \x02(\x04\x12\x33\n\x0cmutable_rows\x18\x04 \x01(\x0b\x32\x1d.tarry.storage.v1.MutableRows\x12\x30\n\x07sealing\x18\x05 \x03(\x0b\x32\x1f.tarry.storage.v1.SealingBucket\x12,\n\x08progress\x18\x06 \x01(\x0b\x32\x1a.tarry.storage.v1.Progress\x12\x0c\n\x04slot\x18\x07 \x01(\x04\x12.\n\x07\x63\x61rried\x18\x08 \x03(\x0b\x32\x1d.tarry.storage.v1.CarriedSlot\x12+\n\x08own_rows\x18\t \x03(\x0b\x32\x19.tarry.storage.v1.OwnRows\"W\n\x07OwnRows\x12\x17\n\x0fsubscription_id\x18\x01 \x02(\x04\x12\x33\n\x0cmutable_rows\x18\x02 \x02(\x0b\x32\x1d.tarry.storage.v1.MutableRows\"F\n\x0b\x43\x61rriedSlot\x12\x0c\n\x04slot\x18\x01 \x02(\x04\x12)\n\x07records\x18\x02 \x03(\x0b\x32\x18.tarry.storage.v1.Record\"C\n\x0bMutableRows\x12\x0c\n\x04rows\x18\x01 \x02(\r\x12&\n\x07\x63olumns\x18\x02 \x02(\x0b\x32\x15.tarry.storage.v1.Add\"~\n\rSealingBucket\x12\x0e\n\x06\x62ucket\x18\x01 \x02(\t\x12\x0c\n\x04slot\x18\x02 \x02(\x04\x12\x33\n\x0cmutable_rows\x18\x03 \x02(\x0b\x32\x1d.tarry.storage.v1.MutableRows\x12\x1a\n\x0fsubscription_id\x18\x04 \x01(\x04:\x01\x30')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!tarry/storage/v1/checkpoint.proto\x12\x10tarry.storage.v1\x1a\x1ftarry/storage/v1/deletion.proto\x1a\x1etarry/storage/v1/journal.proto\x1a\x1ftarry/storage/v1/manifest.proto\"\xc7\x01\n\nCheckpoint\x12\r\n\x05shard\x18\x01 \x02(\r\x12\r\n\x05\x65poch\x18\x02 \x02(\x04\x12\x0c\n\x04slot\x18\x03 \x02(\x04\x12,\n\x06topics\x18\x04 \x03(\x0b\x32\x1c.tarry.storage.v1.TopicState\x12\x32\n\tdeletions\x18\x05 \x01(\x0b\x32\x1f.tarry.storage.v1.DeletionState\x12+\n\x05known\x18\x06 \x03(\x0b\x32\x1c.tarry.storage.v1.KnownTopic\"0\n\nKnownTopic\x12\x10\n\x08topic_id\x18\x01 \x02(\t\x12\x10\n\x08manifest\x18\x02 \x02(\x04\"\xc2\x02\n\nTopicState\x12\x10\n\x08topic_id\x18\x01 \x02(\t\x12\r\n\x05topic\x18\x02 \x02(\t\x12\x13\n\x0bincarnation\x18\x03 \x02(\x04\x12\x33\n\x0cmutable_rows\x18\x04 \x01(\x0b\x32\x1d.tarry.storage.v1.MutableRows\x12\x30\n\x07sealing\x18\x05 \x03(\x0b\x32\x1f.tarry.storage.v1.SealingBucket\x12,\n\x08progress\x18\x06 \x01(\x0b\x32\x1a.tarry.storage.v1.Progress\x12\x0c\n\x04slot\x18\x07 \x01(\x04\x12.\n\x07\x63\x61rried\x18\x08 \x03(\x0b\x32\x1d.tarry.storage.v1.CarriedSlot\x12+\n\x08own_rows\x18\t \x03(\x0b\x32\x19.tarry.storage.v1.OwnRows\"W\n\x07OwnRows\x12\x17\n\x0fsubscription_id\x18\x01 \x02(\x04\x12\x33\n\x0cmutable_rows\x18\x02 \x02(\x0b\x32\x1d.tarry.storage.v1.MutableRows\"F\n\x0b\x43\x61rriedSlot\x12\x0c\n\x04slot\x18\x01 \x02(\x04\x12)\n\x07records\x18\x02 \x03(\x0b\x32\x18.tarry.storage.v1.Record\"C\n\x0bMutableRows\x12\x0c\n\x04rows\x18\x01 \x02(\r\x12&\n\x07\x63olumns\x18\x02 \x02(\x0b\x32\x15.tarry.storage.v1.Add\"~\n\rSealingBucket\x12\x0e\n\x06\x62ucket\x18\x01 \x02(\t\x12\x0c\n\x04slot\x18\x02 \x02(\x04\x12\x33\n\x0cmutable_rows\x18\x03 \x02(\x0b\x32\x1d.tarry.storage.v1.MutableRows\x12\x1a\n\x0fsubscription_id\x18\x04 \x01(\x04:\x01\x30')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tarry.storage.v1.checkpoint
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_CHECKPOINT']._serialized_start=154
-  _globals['_CHECKPOINT']._serialized_end=308
-  _globals['_TOPICSTATE']._serialized_start=311
-  _globals['_TOPICSTATE']._serialized_end=633
-  _globals['_OWNROWS']._serialized_start=635
-  _globals['_OWNROWS']._serialized_end=722
-  _globals['_CARRIEDSLOT']._serialized_start=724
-  _globals['_CARRIEDSLOT']._serialized_end=794
-  _globals['_MUTABLEROWS']._serialized_start=796
-  _globals['_MUTABLEROWS']._serialized_end=863
-  _globals['_SEALINGBUCKET']._serialized_start=865
-  _globals['_SEALINGBUCKET']._serialized_end=991
+  _globals['_CHECKPOINT']._serialized_end=353
+  _globals['_KNOWNTOPIC']._serialized_start=355
+  _globals['_KNOWNTOPIC']._serialized_end=403
+  _globals['_TOPICSTATE']._serialized_start=406
+  _globals['_TOPICSTATE']._serialized_end=728
+  _globals['_OWNROWS']._serialized_start=730
+  _globals['_OWNROWS']._serialized_end=817
+  _globals['_CARRIEDSLOT']._serialized_start=819
+  _globals['_CARRIEDSLOT']._serialized_end=889
+  _globals['_MUTABLEROWS']._serialized_start=891
+  _globals['_MUTABLEROWS']._serialized_end=958
+  _globals['_SEALINGBUCKET']._serialized_start=960
+  _globals['_SEALINGBUCKET']._serialized_end=1086
 # @@protoc_insertion_point(module_scope)

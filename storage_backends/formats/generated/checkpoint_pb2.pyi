@@ -30,6 +30,7 @@ class Checkpoint(_message.Message):
     SLOT_FIELD_NUMBER: _builtins.int
     TOPICS_FIELD_NUMBER: _builtins.int
     DELETIONS_FIELD_NUMBER: _builtins.int
+    KNOWN_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     epoch: _builtins.int
     slot: _builtins.int
@@ -39,6 +40,10 @@ class Checkpoint(_message.Message):
     def deletions(self) -> _deletion_pb2.DeletionState:
         """Of the shard as a whole; absent when there is nothing to say."""
 
+    @_builtins.property
+    def known(self) -> _containers.RepeatedCompositeFieldContainer[Global___KnownTopic]:
+        """Every topic that the shard had, loaded or not. Its highest manifest stays for ever: one that is not there was lost."""
+
     def __init__(
         self,
         *,
@@ -47,14 +52,38 @@ class Checkpoint(_message.Message):
         slot: _builtins.int | None = ...,
         topics: _abc.Iterable[Global___TopicState] | None = ...,
         deletions: _deletion_pb2.DeletionState | None = ...,
+        known: _abc.Iterable[Global___KnownTopic] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["deletions", b"deletions", "epoch", b"epoch", "shard", b"shard", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletions", b"deletions", "epoch", b"epoch", "shard", b"shard", "slot", b"slot", "topics", b"topics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deletions", b"deletions", "epoch", b"epoch", "known", b"known", "shard", b"shard", "slot", b"slot", "topics", b"topics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
+
+@_typing.final
+class KnownTopic(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_ID_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
+    topic_id: _builtins.str
+    manifest: _builtins.int
+    """A manifest that it had; 0 = only that it existed is known."""
+    def __init__(
+        self,
+        *,
+        topic_id: _builtins.str | None = ...,
+        manifest: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest", "topic_id", b"topic_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest", "topic_id", b"topic_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KnownTopic: _TypeAlias = KnownTopic  # noqa: Y015
 
 @_typing.final
 class TopicState(_message.Message):

@@ -104,20 +104,23 @@ async def test_a_false_fence_in_an_emptied_number_is_no_end(machines: EngineFixt
     await north.write(0)
 
 
-@pytest.mark.parametrize("whose", ["manifest", "log"])
-async def test_what_is_damaged_keeps_everything(
-    machines: EngineFixture, whose: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_is_damaged_keeps_everything(machines: EngineFixture, caplog: pytest.LogCaptureFixture) -> None:
     north, south = await succeeded(machines)
     for _ in range(2):
         await south.checkpoint(0)
-    if whose == "manifest":
-        machines.store.put(names.shard_manifest_key(2, 1), b"damaged")
-    else:
-        machines.store.put(f"{names.LOGS_PREFIX}note", b"no log")
+    machines.store.put(names.shard_manifest_key(2, 1), b"damaged")
     await collect_dead(south)
     assert len(kinds(machines, north.log_id)) == 4
     assert "no log of a former owner is deleted" in caplog.text
+
+
+async def test_what_is_foreign_among_logs_keeps_nothing(machines: EngineFixture) -> None:
+    north, south = await succeeded(machines)
+    for _ in range(2):
+        await south.checkpoint(0)
+    machines.store.put(f"{names.LOGS_PREFIX}note", b"no log")
+    await collect_dead(south)
+    assert len(kinds(machines, north.log_id)) == 1
 
 
 async def test_a_store_that_cannot_be_read_deletes_nothing_and_says_so(machines: EngineFixture) -> None:

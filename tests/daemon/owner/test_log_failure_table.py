@@ -95,6 +95,9 @@ TABLE: dict[str, tuple[Callable[..., Any], ...]] = {
         test_log_writer.test_no_probe_counts_while_a_slot_is_uncertain,
         test_daemon_log.test_while_a_slot_is_uncertain_nothing_confirms_and_nobody_asks,
     ),
+    "header of a slot damaged, sections whole": (
+        test_log_mending.test_a_wrong_byte_before_the_sections_of_the_newest_slot_costs_nothing,
+    ),
     "newest slot damaged before the fence": (
         test_log_fence.test_where_the_newest_slot_is_damaged_nobody_can_fence,
         test_fences.test_a_log_whose_newest_slot_is_damaged_has_no_fence,

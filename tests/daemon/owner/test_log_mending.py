@@ -84,6 +84,48 @@ async def test_what_is_given_up_of_the_newest_slot_costs_that_slot_and_nothing_t
     assert pending(four) == [3, 2, 2, 2], "the numbers that the sealed topic knows are not used again"
 
 
+@pytest.mark.parametrize("place", [0, 6, 20, 34, 47, 60, 90])
+async def test_a_wrong_byte_before_the_sections_of_the_newest_slot_costs_nothing(
+    machines: EngineFixture, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    await with_rows(machines)
+    newest = machines.slots()[-1]
+    body, metadata = machines.store.get_with_metadata(newest)
+    machines.store.put(newest, body[:place] + bytes([body[place] ^ 0x10]) + body[place + 1 :], metadata=metadata)
+    two = await machines.served_by("one", *SEVERAL)
+    assert pending(two) == [2, 1, 1, 1]
+    assert "restored a damaged log slot" in caplog.text
+    assert newest in caplog.text
+
+
+async def test_a_slot_with_a_wrong_byte_is_restored_though_the_replay_begins_with_it(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SEVERAL)
+    await one.add(TOPICS[0], 1, range(1), delay_ms=FAR_MS)
+    for _ in range(2):
+        await one.shards[0].checkpoints.write_last()
+    await one.add(TOPICS[0], 2, range(1), delay_ms=FAR_MS)
+    one.kill()
+    newest = machines.slots()[-1]
+    body, metadata = machines.store.get_with_metadata(newest)
+    machines.store.put(newest, body[:50] + bytes([body[50] ^ 0x10]) + body[51:], metadata=metadata)
+    two = await machines.served_by("one", *SEVERAL)
+    assert two.topic(TOPICS[0]).core.index.pending_rows == 2
+
+
+async def test_each_shard_is_told_what_it_may_have_lost_and_the_command_that_gives_it_up(
+    machines: EngineFixture,
+) -> None:
+    log_id = await with_rows(machines)
+    damage(machines, machines.slots()[-1])
+    two = await machines.daemon("one", *SEVERAL).start()
+    await asyncio.sleep(2 * engine.DAMAGED_LOOK_S)
+    assert f"`tarryd give-up {log_id}`" in two.engine.health.reason
+    said: list[str] = []
+    give_up.resolve_loss(machines.store, log_id, accepted=False, say=said.append)
+    assert "shard 0 sections 2 to 2" in said[0]
+    assert "shard 3 sections 2 to 2" in said[0]
+
+
 async def test_a_fence_between_what_is_written_for_a_loss_loses_nothing_that_comes_later(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

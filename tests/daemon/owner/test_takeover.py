@@ -193,10 +193,10 @@ async def test_a_damaged_shard_is_given_back_as_it_was_and_pins_no_log(machines:
     await south.write(2)
     assert south.living.truncation.bound(9) == 1, "for the claim of shard 2 alone"
     with pytest.raises(Corruption, match="shard slot 1"):
-        await south.run(check_readable(south.logs, south.manifests[0], 0, south.environment))
+        await south.run(check_readable(south.logs, south.manifests[0], 0, south.environment, south.traces))
     assert south.tip(0) == tip, "to look changes nothing"
     machines.store.put(key, whole, metadata=metadata)
-    await south.run(check_readable(south.logs, south.manifests[0], 0, south.environment))
+    await south.run(check_readable(south.logs, south.manifests[0], 0, south.environment, south.traces))
     claim = (await south.take(0))[0]
     assert (claim.epoch, claim.last_slot, known_by(claim)) == (3, 1, north.known[0])
 

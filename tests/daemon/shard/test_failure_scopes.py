@@ -15,6 +15,7 @@ from daemon.errors import Corruption, InvariantViolated, NotOwner, OutcomeUnknow
 from daemon.group_commit.daemon_log import DaemonLog
 from daemon.owner import heartbeat
 from daemon.owner.takeover import Fences, Takeover
+from daemon.owner.traces import Traces
 from daemon.runtime import due_loop
 from daemon.runtime.failure_scope import Failures, ShardLost, TopicFailed
 from daemon.shard.checkpointing import Checkpointing
@@ -331,7 +332,7 @@ async def taken_by_two(machines: EngineFixture, two: Daemon, shard: int, *, clos
     logs = two.environment.open_logs(LogForm.OBJECTS)
     living = await two.call(DaemonLog.opened(logs, two.environment, lost=lambda error: None))
     manifests = [topic_manifests.shard_log(two.environment, each) for each in range(SHARDS)]
-    takeover = Takeover(manifests, living, two.environment)
+    takeover = Takeover(manifests, living, two.environment, Traces(machines.store, logs, lambda: ()))
     seen = manifests[shard].read_tip()
     await two.call(takeover.claim(shard, seen, Fences(logs, two.environment), frozenset({""})))
     if closes:

@@ -301,7 +301,7 @@ def with_manifest(machines: EngineFixture, change: Callable[[TopicManifest], Top
     machines.store.put(newest, manifest.encode_topic_manifest(change(found)))
 
 
-async def test_a_topic_whose_garbage_makes_no_sense_is_left_alone_and_the_others_are_collected(
+async def test_a_topic_whose_garbage_makes_no_sense_is_damaged_and_the_others_are_collected(
     machines: EngineFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = await machines.served_by("one", *WITH_COLLECTION)
@@ -326,7 +326,8 @@ async def test_a_topic_whose_garbage_makes_no_sense_is_left_alone_and_the_others
         await two.until(
             lambda topic=topic, number=number: not machines.keys(names.buckets_prefix(number, names.topic_id(topic)))  # type: ignore[misc]
         )
-    assert f"topic {names.topic_id(FAILING)} is not collected, the others are" in caplog.text
+    assert f"topic {names.topic_id(FAILING)} cannot be served" in caplog.text
+    assert "object 'shards//../x y' has base" in caplog.text
     assert not two.engine.failed.done()
     await traffic.check()
 

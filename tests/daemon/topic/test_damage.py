@@ -378,7 +378,7 @@ async def test_when_every_shard_is_damaged_the_daemon_serves_none_and_claims_non
     await with_a_topic_a_shard(machines)
     keys = [machines.slots_of(shard)[2] for shard in range(SHARDS)]
     for key in keys:
-        alter(machines, key)
+        alter(machines, key, 1.0)
     two = await machines.daemon("one", *SEVERAL).start()
     await two.until(lambda: "shard 0, shard slot 3" in two.engine.health.reason)
     written = machines.keys("shards/"), machines.slots()
@@ -386,7 +386,7 @@ async def test_when_every_shard_is_damaged_the_daemon_serves_none_and_claims_non
     assert (machines.keys("shards/"), machines.slots()) == written
     assert not two.engine.health.serving
     for key in keys:
-        alter(machines, key)
+        alter(machines, key, 1.0)
     await two.serving()
     await check_serves(two, range(SHARDS))
 
@@ -417,7 +417,7 @@ async def test_a_daemon_that_is_started_again_finds_that_slots_of_its_log_are_lo
 async def test_a_damaged_shard_belongs_to_nobody_and_keeps_no_successor_waiting(machines: EngineFixture) -> None:
     await with_a_topic_a_shard(machines)
     key = machines.slots_of(2)[2]
-    alter(machines, key)
+    alter(machines, key, 1.0)
     two = await machines.served_by("two", *SEVERAL)
     assert machines.shard_tip(2).owner == ""
     await two.stop()

@@ -159,3 +159,9 @@ def test_what_is_wrong_inside_a_carried_record_is_its_topics_damage_and_stays_as
     assert isinstance(record, slot_format.StoredRecord)
     with pytest.raises(format_errors.FormatError, match="carried slot 3 record 0"):
         record.decoded()
+
+
+def test_a_topic_that_a_checkpoint_knows_has_the_id_of_one() -> None:
+    data = checkpoint_format.encode_checkpoint(Checkpoint(0, 1, ShardSlot(9), known={"../x": 1}))
+    with pytest.raises(format_errors.FormatError, match=r"it knows topic '../x', which is not a topic id"):
+        checkpoint_format.decode_checkpoint(data)

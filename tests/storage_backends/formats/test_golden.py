@@ -19,6 +19,7 @@ from storage_backends.formats import (
     index_ids,
     log_slot_format,
     manifest,
+    names,
     position_bitmap,
     redelivery_columns,
     slot_format,
@@ -304,6 +305,13 @@ def golden_checkpoint() -> bytes:
     return checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(3, 4, ShardSlot(7), (part, carrying)))
 
 
+KNOWN = {names.topic_id("orders"): 12, names.topic_id("flights"): 0}
+
+
+def golden_checkpoint_of_known_topics() -> bytes:
+    return checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(3, 4, ShardSlot(7), known=KNOWN))
+
+
 def golden_checkpoint_of_own_rows() -> bytes:
     rows = golden_rows()
     sealing = checkpoint_format.SealingPart("b", ShardSlot(6), rows.take(slice(0, 50)), 2)
@@ -372,6 +380,7 @@ OBJECTS: dict[str, Callable[[], bytes]] = {
     "probe-pass-1.bin": lambda: manifest.encode_probe_pass(golden_probe_pass()),
     "checkpoint-1.bin": golden_checkpoint,
     "checkpoint-own-rows-1.bin": golden_checkpoint_of_own_rows,
+    "checkpoint-known-topics-1.bin": golden_checkpoint_of_known_topics,
     "slot-deletions-1.bin": golden_slot_of_deletions,
     "checkpoint-deletions-1.bin": golden_checkpoint_of_deletions,
 }
@@ -513,6 +522,11 @@ def test_own_rows_in_a_checkpoint_of_version_1_are_read() -> None:
     assert (len(part.mutable_rows), sealing.subscription_id, own.subscription_id) == (0, 2, 2)
     assert examples.tuples(sealing.rows) == examples.tuples(golden_rows().take(slice(0, 50)))
     assert examples.tuples(own.rows) == examples.tuples(golden_rows().take(slice(50, COUNT)))
+
+
+def test_the_known_topics_of_a_checkpoint_of_version_1_are_read() -> None:
+    assert checkpoint_format.decode_checkpoint(stored("checkpoint-known-topics-1.bin")).known == KNOWN
+    assert checkpoint_format.decode_checkpoint(stored("checkpoint-1.bin")).known == {}, "it is of before"
 
 
 def test_a_slot_of_deletions_of_version_1_is_read() -> None:

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_backends.formats import format_errors, framing, log_slot_format
+from storage_backends.formats import format_errors, framing, log_slot_format, names
 from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, Writer
 
 LOG_ID = "01KB2Q0000000000000000000A"
 WRITER = Writer("daemon-1", "127.0.0.1:7461", "0.1.0")
-u64 = st.integers(1, 2**64 - 1)
-heads = st.dictionaries(st.integers(0, 2**32 - 1), st.builds(Head, u64, u64), min_size=1, max_size=6)
+counted = st.integers(1, names.NUMBER_MAX)
+heads = st.dictionaries(st.integers(0, 2**32 - 1), st.builds(Head, counted, counted), min_size=1, max_size=6)
 texts = st.text("ab:é€𝄞", max_size=6)
 
 

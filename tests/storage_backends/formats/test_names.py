@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from storage_backends.formats import format_errors, names
 
-numbers = st.integers(0, (1 << 64) - 1)
+numbers = st.integers(0, names.NUMBER_MAX)
 TOPIC_ID = names.topic_id("orders")
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from daemon.group_commit.daemon_log import DaemonLog
 from daemon.group_commit.slot_sender import LandedSlot, Section
 from daemon.owner.takeover import ClaimedShard, Fences, Takeover
+from daemon.owner.traces import Traces
 from daemon.shard import checkpointing
 from daemon.shard.range_operations import NeedLess, WriteCheckpoint
 from daemon.shard.recovery import ShardClaim
@@ -78,7 +79,8 @@ class LogOwner:
 
     async def open(self) -> LogOwner:
         self.living = await self.run(DaemonLog.opened(self.logs, self.environment, lost=self.ended.append))
-        self.takeover = Takeover(self.manifests, self.living, self.environment)
+        self.traces = Traces(self.environment.store, self.logs, lambda: ())
+        self.takeover = Takeover(self.manifests, self.living, self.environment, self.traces)
         return self
 
     @property
