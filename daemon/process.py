@@ -32,6 +32,7 @@ from daemon import config, errors, metrics, metrics_endpoint, process_memory
 from daemon.audit_log import AuditLog
 from daemon.auth import Door
 from daemon.grpc_services.admission import Admission
+from daemon.grpc_services.receiving import Receiving
 from daemon.grpc_services.server import Server
 from daemon.ledger_stores import ledger_stores
 from daemon.owner.engine import Engine
@@ -78,7 +79,7 @@ async def serve(
     daemon_metrics = metrics.Metrics(per_topic=settings.metrics.per_topic, per_topic_max=settings.metrics.per_topic_max)
     metrics.export_process(daemon_metrics.registry)
     daemon_metrics.collect_store_probe_from(store_probe.has_passed)
-    admission = Admission(door, audit_log, daemon_metrics.caller_refused)
+    admission = Admission(door, audit_log, daemon_metrics.caller_refused, Receiving(settings))
     server = Server(settings, admission)
     settings = _with_own_names(settings, server.bind())
     with (

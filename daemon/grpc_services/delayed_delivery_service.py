@@ -32,7 +32,7 @@ class DelayedDelivery:
         self._engine = engine
         self._settings = settings
         self._frame = unary.Frame(settings)
-        self._size_bytes_max = settings.limits.message_bytes_max
+        self._bounds = parsing.Bounds.of(settings)
         self._draining = asyncio.Event()
 
     def handlers(self) -> dict[str, unary.Handler]:
@@ -49,9 +49,7 @@ class DelayedDelivery:
         }
 
     async def _add(self, data: bytes, context: Context) -> bytes:
-        topic, subscription, rows = row_requests.add(
-            data, size_bytes_max=self._size_bytes_max, check=context.check_named
-        )
+        topic, subscription, rows = row_requests.add(data, self._bounds, check=context.check_named)
         caller = admission.caller_of(context, len(data))
         requests = self._engine.requests
         answer: Awaitable[AddOutcome] | None
@@ -109,7 +107,7 @@ class _AddStream:
 
     def __init__(self, engine: Engine, settings: config.Config, context: Context, draining: asyncio.Event) -> None:
         self._engine = engine
-        self._size_bytes_max = settings.limits.message_bytes_max
+        self._bounds = parsing.Bounds.of(settings)
         self._context = context
         self._client = admission.client_of(context)
         self._pipeline = pipeline.Pipeline(context, settings.grpc)
@@ -148,7 +146,7 @@ class _AddStream:
     def _parse(self, data: bytes) -> tuple[int, Callable[[], Awaitable[AddOutcome]]]:
         """Read the request's id and its work. Raises `InvalidArgument` if there is no id by which to refuse it."""
         try:
-            request_id, topic, subscription, rows = row_requests.stream_add(data, size_bytes_max=self._size_bytes_max)
+            request_id, topic, subscription, rows = row_requests.stream_add(data, self._bounds)
         except errors.InvalidArgument as error:
             refused_id = parsing.leading_number(data)
             if refused_id is None:

@@ -19,6 +19,7 @@ from google.rpc import status_pb2
 from daemon import config, errors
 from daemon.grpc_services import parsing, pipeline, status, subscribe
 from daemon.grpc_services.admission import Context
+from daemon.grpc_services.receiving import Receiving
 from daemon.owner.engine import Engine
 from daemon.topic.open_streams import Waiter
 from tarry.packed_fields import NotPlainError, nested, scan_each, tag_bytes, tags, varint
@@ -42,7 +43,7 @@ class LaneRequest:
     close: bool
 
 
-def lane_requests(data: bytes, *, size_bytes_max: int) -> list[LaneRequest]:
+def lane_requests(data: bytes, bounds: parsing.Bounds) -> list[LaneRequest]:
     """Read a `SubscribeManyRequest`. Raises `InvalidArgument`."""
     requests: list[LaneRequest] = []
     try:
@@ -56,7 +57,7 @@ def lane_requests(data: bytes, *, size_bytes_max: int) -> list[LaneRequest]:
                 request = data[start : start + size]
             requests.append(LaneRequest(lane, request, bool(fields[_CLOSE][1]) if _CLOSE in fields else False))
     except (NotPlainError, IndexError):
-        message = parsing.parse(pb.SubscribeManyRequest, data, size_bytes_max=size_bytes_max)
+        message = parsing.parse(pb.SubscribeManyRequest, data, bounds)
         return [
             LaneRequest(each.lane, each.request.SerializeToString() if each.HasField("request") else None, each.close)
             for each in message.requests
@@ -168,10 +169,16 @@ class Lane:
     """One subscription on the stream, as the dispatcher that `subscribe` serves."""
 
     def __init__(
-        self, number: int, outbox: LaneOutbox, check_topic: Callable[[str], None], read: Callable[[int], None]
-    ):
+        self,
+        number: int,
+        outbox: LaneOutbox,
+        check_topic: Callable[[str], None],
+        read: Callable[[int], None],
+        receiving: Receiving,
+    ) -> None:
         """Open the lane. Calls `read` with the bytes of each request that no longer waits."""
         self.number = number
+        self.receiving = receiving
         self.check_topic = check_topic
         self._outbox = outbox
         self._read = read
@@ -275,9 +282,9 @@ class SubscribeManyStream:
         return is_ending and not self._lanes and not self._outbox and not self._writing.locked()
 
     async def _read(self) -> None:
-        size_bytes_max = self._settings.limits.message_bytes_max
+        bounds = parsing.Bounds.of(self._settings)
         while isinstance(data := await self._context.read(), bytes):
-            requests = lane_requests(data, size_bytes_max=size_bytes_max)
+            requests = lane_requests(data, bounds)
             for first in range(0, len(requests), LANES_A_TURN):
                 if first:
                     await asyncio.sleep(0)
@@ -286,6 +293,7 @@ class SubscribeManyStream:
             while self._unread_bytes >= self._settings.grpc.stream_bytes_in_flight_max:
                 self._room.clear()
                 await self._room.wait()
+            await self._context.receiving.room()
 
     async def _write(self) -> None:
         while True:
@@ -307,7 +315,9 @@ class SubscribeManyStream:
             if lane is None:
                 return
         if given.request is not None:
-            self._unread_bytes += lane.arrive(given.request)
+            size_bytes = lane.arrive(given.request)
+            self._unread_bytes += size_bytes
+            self._context.receiving.received(size_bytes)
         if given.close:
             lane.close()
 
@@ -321,7 +331,9 @@ class SubscribeManyStream:
             )
             self._outbox.put(number, _ended(number, refusal))
             return None
-        lane = self._lanes[number] = Lane(number, self._outbox, self._context.check_topic, self._was_read)
+        context = self._context
+        lane = Lane(number, self._outbox, context.check_topic, self._was_read, context.receiving)
+        self._lanes[number] = lane
         self._serving[number] = asyncio.create_task(self._serve(lane))
         return lane
 
@@ -332,6 +344,7 @@ class SubscribeManyStream:
 
     def _was_read(self, size_bytes: int) -> None:
         self._unread_bytes -= size_bytes
+        self._context.receiving.decided(size_bytes)
         self._room.set()
 
 
