@@ -79,7 +79,7 @@ async def serve(
     daemon_metrics = metrics.Metrics(per_topic=settings.metrics.per_topic, per_topic_max=settings.metrics.per_topic_max)
     metrics.export_process(daemon_metrics.registry)
     daemon_metrics.collect_store_probe_from(store_probe.has_passed)
-    admission = Admission(door, audit_log, daemon_metrics.caller_refused, Receiving(settings))
+    admission = Admission(door, audit_log, daemon_metrics.caller_refused, Receiving(settings, process_memory.give_back))
     server = Server(settings, admission)
     settings = _with_own_names(settings, server.bind())
     with (

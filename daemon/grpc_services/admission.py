@@ -281,7 +281,11 @@ class Context:
     def _refuse(self, refusal: Refusal) -> NoReturn:
         self.is_refused = True
         self._refused(self, refusal)
-        raise refusal
+        try:
+            raise refusal
+        finally:
+            # Its traceback has this frame. If the frame had it, both would keep the request.
+            del refusal
 
 
 class Admission:
@@ -351,15 +355,20 @@ class Admission:
             task = call.task = cast("asyncio.Task[Any]", asyncio.current_task())
             self._open.add(call)
             try:
-                answer = await serve(None, call)
-                call.outcome = grpc.StatusCode.OK
-                return answer
-            except asyncio.CancelledError:
-                if call.ended is None:
-                    call.outcome = grpc.StatusCode.CANCELLED
-                    raise
-                task.uncancel()
-                await status.abort(call, call.ended)
+                try:
+                    answer = await serve(None, call)
+                    call.outcome = grpc.StatusCode.OK
+                    return answer
+                except asyncio.CancelledError:
+                    if call.ended is None:
+                        call.outcome = grpc.StatusCode.CANCELLED
+                        raise
+                    task.uncancel()
+                    await status.abort(call, call.ended)
+            except grpc.aio.AbortError as aborted:
+                # gRPC keeps it with its call, in a cycle. The frames of its tracebacks would keep the request.
+                aborted.__context__ = None
+                raise aborted.with_traceback(None) from None
             finally:
                 self._open.remove(call)
                 if rule.audited and not call.is_refused:

@@ -169,7 +169,11 @@ class _AddStream:
 
 
 def _refuse(error: errors.InvalidArgument) -> Awaitable[AddOutcome]:
-    raise error
+    try:
+        raise error
+    finally:
+        # Else the error's traceback has a frame that has the error, and both keep the request.
+        del error
 
 
 def _answer(request_id: int, outcome: AddOutcome | Exception) -> bytes:

@@ -24,6 +24,9 @@ WINDOW_BYTES: Final = 64 << 10
 # A message that is slightly too large is still received, so that it can be refused by name. Beyond that gRPC itself
 # ends the call with RESOURCE_EXHAUSTED.
 MESSAGE_ROOM_BYTES: Final = 1 << 20
+# Large messages are counted from this size, and memory is given back after so much of them (bytes).
+LARGE_BYTES: Final = 1 << 20
+GIVE_BACK_BYTES: Final = 32 << 20
 # Calls that wait for their turn, each with up to one window
 WAITING_MAX: Final = 1_000
 # Interval at which late messages are looked for (seconds)
@@ -51,8 +54,10 @@ class Arriving(Protocol):
 class Receiving:
     """The budget. Every call of the daemon asks it before its message is awaited."""
 
-    def __init__(self, settings: config.Config) -> None:
-        """Start with nothing received."""
+    def __init__(self, settings: config.Config, give_back: Callable[[], None] = lambda: None) -> None:
+        """Start with nothing received. Calls `give_back` in a thread when large messages have left free memory."""
+        self._give_back = give_back
+        self._large_bytes = 0
         half_bytes = settings.grpc.received_bytes_max // 2
         self._turns_max = max(1, half_bytes // (settings.limits.message_bytes_max + MESSAGE_ROOM_BYTES))
         self._undecided_bytes_max = half_bytes
@@ -74,6 +79,8 @@ class Receiving:
     def received(self, size_bytes: int) -> None:
         """Count a request until it is decided."""
         self._undecided_bytes += size_bytes
+        if size_bytes >= LARGE_BYTES:
+            self._large_bytes += size_bytes
 
     def decided(self, size_bytes: int) -> None:
         """Count a request no longer."""
@@ -170,3 +177,6 @@ class Receiving:
                 call.end(refusal)
         if self._turns:
             self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+        elif self._large_bytes >= GIVE_BACK_BYTES:
+            self._large_bytes = 0
+            asyncio.get_running_loop().run_in_executor(None, self._give_back)

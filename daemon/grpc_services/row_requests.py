@@ -116,8 +116,8 @@ def stream_add(data: bytes, bounds: parsing.Bounds) -> tuple[int, str, str | Non
             start, size = outer[_ADD]
             fields = scan(data, start, start + size, _ADD_FIELDS)
             if (rows := fields[_ENTRY_ID][1] >> 3) > bounds.rows_max:
-                refusal = limits.rows_refused("entry_id", rows, bounds.rows_max)
-                return outer[_REQUEST_ID][1], *_names_of_add(data, fields), functools.partial(_refuse, refusal)
+                refuse = functools.partial(_refuse_rows, rows, bounds.rows_max)
+                return outer[_REQUEST_ID][1], *_names_of_add(data, fields), refuse
             batch = _plain_batch(data, fields)
             return outer[_REQUEST_ID][1], *_names_of_add(data, fields), lambda: batch
         except (NotPlainError, KeyError, IndexError, UnicodeDecodeError):
@@ -154,8 +154,8 @@ def add(
     return request.topic, request.subscription or None, add_batch(request)
 
 
-def _refuse(refusal: errors.InvalidArgument) -> NoReturn:
-    raise refusal
+def _refuse_rows(rows: int, rows_max: int) -> NoReturn:
+    raise limits.rows_refused("entry_id", rows, rows_max)
 
 
 def _names_of_add(data: bytes, fields: Fields) -> tuple[str, str | None]:

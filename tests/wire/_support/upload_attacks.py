@@ -14,13 +14,14 @@ import argparse
 import contextlib
 import dataclasses
 import math
+import multiprocessing
 import socket
 import struct
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -252,20 +253,19 @@ def attack(name: str, folder: Path, size_bytes: int, *, checkout: Path = REPOSIT
     settings = {"store.path": folder / "store", "access.identities_file": files.identities}
     with DaemonProcess("attacked", folder, settings, checkout=checkout) as daemon:
         daemon.start()
-        with beside(daemon.address) as stop:
+        address = daemon.address
+        calls: dict[str, tuple[Any, ...]] = {
+            "adds": (adds, address, "own/good", token_of("good"), size_bytes),
+            "foreign": (adds, address, "own/good", token_of("other"), size_bytes),
+            "stalled": (stalled, address, None, size_bytes),
+            "stalled-token": (stalled, address, token_of("other"), size_bytes),
+        }
+        # In a process of its own, so that the client beside it keeps its interpreter
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attacker, beside(address) as stop:
+            attacker.submit(time.sleep, 0).result()
             before_bytes = daemon.usage().resident_bytes
             Path(f"/proc/{daemon.pid}/clear_refs").write_text("5")
-            match name:
-                case "adds":
-                    answers, sent_bytes = adds(daemon.address, "own/good", token_of("good"), size_bytes)
-                case "foreign":
-                    answers, sent_bytes = adds(daemon.address, "own/good", token_of("other"), size_bytes)
-                case "stalled":
-                    answers, sent_bytes = stalled(daemon.address, None, size_bytes)
-                case "stalled-token":
-                    answers, sent_bytes = stalled(daemon.address, token_of("other"), size_bytes)
-                case _:
-                    raise ValueError(f"{name} is no attack")
+            answers, sent_bytes = attacker.submit(*calls[name]).result()
             lateness = sorted(stop())
         used = daemon.usage()
     p99_ms = lateness[math.ceil(0.99 * len(lateness)) - 1] if lateness else math.inf
