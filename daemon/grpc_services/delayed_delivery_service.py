@@ -139,9 +139,14 @@ class _AddStream:
 
     async def _read(self) -> None:
         while (data := await self._pipeline.read()) is not None:
-            request_id, work = self._parse(data)
-            self._pipeline.submit(len(data), work, functools.partial(_answer, request_id))
+            self._take(data)
+            # An idle stream keeps no request.
+            del data
             await self._pipeline.room()
+
+    def _take(self, data: bytes) -> None:
+        request_id, work = self._parse(data)
+        self._pipeline.submit(len(data), work, functools.partial(_answer, request_id))
 
     def _parse(self, data: bytes) -> tuple[int, Callable[[], Awaitable[AddOutcome]]]:
         """Read the request's id and its work. Raises `InvalidArgument` if there is no id by which to refuse it."""
@@ -151,7 +156,7 @@ class _AddStream:
             refused_id = parsing.leading_number(data)
             if refused_id is None:
                 raise
-            return refused_id, functools.partial(_refuse, error)
+            return refused_id, functools.partial(_refuse, str(error))
         caller = Caller(self._client, len(data))
         return request_id, functools.partial(self._add, topic, rows, subscription, caller)
 
@@ -168,12 +173,9 @@ class _AddStream:
         return requests.add(topic, rows, subscription, caller) if answer is None else answer
 
 
-def _refuse(error: errors.InvalidArgument) -> Awaitable[AddOutcome]:
-    try:
-        raise error
-    finally:
-        # Else the error's traceback has a frame that has the error, and both keep the request.
-        del error
+def _refuse(text: str) -> Awaitable[AddOutcome]:
+    # Another error, since that of the parser has the request in its traceback.
+    raise errors.InvalidArgument(text)
 
 
 def _answer(request_id: int, outcome: AddOutcome | Exception) -> bytes:

@@ -179,4 +179,4 @@ class Receiving:
             self._sweeping = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
         elif self._large_bytes >= GIVE_BACK_BYTES:
             self._large_bytes = 0
-            asyncio.get_running_loop().run_in_executor(None, self._give_back)
+            _ = asyncio.get_running_loop().run_in_executor(None, self._give_back)

@@ -266,6 +266,8 @@ class SubscribeStream:
         try:
             while (data := await self._pipeline.read()) is not None:
                 self._take(stream, data)
+                # An idle stream keeps no request.
+                del data
                 await self._pipeline.room()
         finally:
             if of_permits is not None:

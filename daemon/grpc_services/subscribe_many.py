@@ -284,16 +284,20 @@ class SubscribeManyStream:
     async def _read(self) -> None:
         bounds = parsing.Bounds.of(self._settings)
         while isinstance(data := await self._context.read(), bytes):
-            requests = lane_requests(data, bounds)
-            for first in range(0, len(requests), LANES_A_TURN):
-                if first:
-                    await asyncio.sleep(0)
-                for request in requests[first : first + LANES_A_TURN]:
-                    self._take(request)
+            await self._take_all(lane_requests(data, bounds))
+            # An idle stream keeps no request.
+            del data
             while self._unread_bytes >= self._settings.grpc.stream_bytes_in_flight_max:
                 self._room.clear()
                 await self._room.wait()
             await self._context.receiving.room()
+
+    async def _take_all(self, requests: list[LaneRequest]) -> None:
+        for first in range(0, len(requests), LANES_A_TURN):
+            if first:
+                await asyncio.sleep(0)
+            for request in requests[first : first + LANES_A_TURN]:
+                self._take(request)
 
     async def _write(self) -> None:
         while True:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
+import types
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -15,6 +17,7 @@ from daemon import config, errors
 from daemon.grpc_services import parsing, receiving
 from daemon.grpc_services.receiving import Receiving
 from daemon.owner.engine import Engine
+from tarry.packed_fields import nested, tag_bytes
 from tarry.v1 import delayed_delivery_pb2 as pb
 from tests._support.virtual_loop import VirtualLoop
 from tests.daemon.grpc_services.conftest import Edge, serving
@@ -261,3 +264,47 @@ async def test_a_stream_of_who_may_use_every_topic_may_be_silent(engine: Engine)
         add = pb.AddMessagesRequest(topic="t", ledger_id=[1], entry_id=[1], delay_ms=[60_000])
         await stream.send(pb.StreamAddMessagesRequest(request_id=7, add=add))
         assert (await stream.receive()).request_id == 7
+
+
+@pytest.mark.parametrize("kind", ["unary", "stream"])
+@pytest.mark.parametrize("refused_for", ["rows", "name", "text"])
+async def test_a_refused_request_is_kept_by_nobody(
+    engine: Engine, settings: config.Config, kind: str, refused_for: str
+) -> None:
+    """Not even until the next collection of cycles, which large requests do not bring nearer."""
+    add = pb.AddMessagesRequest(
+        topic="x" * 1025 if refused_for == "name" else "t",
+        ledger_id=[1],
+        entry_id=range(1001 if refused_for == "rows" else 1000),
+        delay_ms=[60_000],
+    ).SerializeToString()
+    if refused_for == "text":
+        add += nested(tag_bytes(pb.AddMessagesRequest)["topic"], b"\xff")
+    streamed = pb.StreamAddMessagesRequest(request_id=1).SerializeToString()
+    streamed += nested(tag_bytes(pb.StreamAddMessagesRequest)["add"], add)
+    async with serving(engine, settings) as edge:
+        gc.collect()
+        gc.disable()
+        try:
+            if kind == "unary":
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await edge.caller.unary("DelayedDelivery/AddMessages", add)
+                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            else:
+                stream = edge.caller.stream("DelayedDelivery/StreamAddMessages")
+                await stream.send(streamed)
+                assert (await stream.receive()).error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+                await stream.end()
+            await asyncio.sleep(0.05)
+            frames = [each for each in gc.get_objects() if isinstance(each, types.FrameType)]
+            held = [frame.f_code.co_qualname for frame in frames if _has_large_bytes(frame)]
+        finally:
+            gc.enable()
+    assert held == []
+
+
+def _has_large_bytes(frame: types.FrameType) -> bool:
+    """A frame of the daemon that has a request of these tests."""
+    if "/daemon/grpc_services/" not in frame.f_code.co_filename or "/tests/" in frame.f_code.co_filename:
+        return False
+    return any(isinstance(value, bytes) and len(value) > 7_000 for value in frame.f_locals.values())
