@@ -19,7 +19,7 @@ from typing import Final, Protocol, TypeVar
 
 from daemon import config, errors
 
-# What a call may send before its message is awaited (bytes)
+# Bytes that a call may send before its message is awaited
 WINDOW_BYTES: Final = 64 << 10
 # A message that is slightly too large is still received, so that it can be refused by name. Beyond that gRPC itself
 # ends the call with RESOURCE_EXHAUSTED.
