@@ -120,6 +120,10 @@ class Receiving:
             self._sweep()
         try:
             return await read()
+        except asyncio.CancelledError:
+            # A part of a large message may have come.
+            self._large_bytes += LARGE_BYTES
+            raise
         finally:
             del self._turns[call]
             if self._waiting:

@@ -182,6 +182,31 @@ def test_nothing_is_received_while_half_the_budget_is_not_decided() -> None:
     in_virtual_time(story)
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_memory_is_given_back_when_large_messages_were_received_or_broke_off(is_whole: bool) -> None:
+    given_back: list[float] = []
+
+    async def story(turns: Turns) -> None:
+        loop = asyncio.get_running_loop()
+        turns.receiving = Receiving(
+            config.load(environment={}, overrides=list(TWO_TURNS)), lambda: given_back.append(loop.time())
+        )
+        for _ in range(receiving.GIVE_BACK_BYTES // receiving.LARGE_BYTES):
+            (call,) = await turns.begun("a")
+            if is_whole:
+                call.message.set_result(b"")
+                turns.receiving.received(receiving.LARGE_BYTES)
+                turns.receiving.decided(receiving.LARGE_BYTES)
+            else:
+                call.end(errors.Unavailable("gone"))
+            await turns.settled()
+        assert given_back == []
+        await asyncio.sleep(1)
+        assert len(given_back) == 1
+
+    in_virtual_time(story)
+
+
 def test_a_request_of_several_messages_is_one_of_its_kind_and_has_to_come_in_time() -> None:
     async def story(turns: Turns) -> None:
         begun: list[str] = []
