@@ -27,8 +27,6 @@ MESSAGE_ROOM_BYTES: Final = 1 << 20
 # Large messages are counted from this size, and memory is given back after so much of them (bytes).
 LARGE_BYTES: Final = 1 << 20
 GIVE_BACK_BYTES: Final = 32 << 20
-# Calls that wait for their turn, each with up to one window
-WAITING_MAX: Final = 1_000
 # Interval at which late messages are looked for (seconds)
 SWEEP_S: Final = 0.25
 RETRY_MS: Final = 1_000
@@ -60,6 +58,8 @@ class Receiving:
         self._large_bytes = 0
         half_bytes = settings.grpc.received_bytes_max // 2
         self._turns_max = max(1, half_bytes // (settings.limits.message_bytes_max + MESSAGE_ROOM_BYTES))
+        # Each has sent up to one window.
+        self._waiting_max = half_bytes // WINDOW_BYTES
         self._undecided_bytes_max = half_bytes
         self._arrival_s = settings.grpc.request_arrival_s
         self._turns: dict[Arriving, int] = {}
@@ -70,11 +70,6 @@ class Receiving:
         self._undecided_bytes = 0
         self._long = asyncio.Lock()
         self._room = asyncio.Event()
-
-    @property
-    def undecided_bytes(self) -> int:
-        """The bytes of requests that are whole and not decided."""
-        return self._undecided_bytes
 
     def received(self, size_bytes: int) -> None:
         """Count a request until it is decided."""
@@ -130,7 +125,7 @@ class Receiving:
                 self._give_turns()
 
     async def _turn_of(self, call: Arriving) -> None:
-        if len(self._waiting) >= WAITING_MAX:
+        if len(self._waiting) >= self._waiting_max:
             raise errors.QuotaExceeded(
                 f"{len(self._turns)} requests are not whole yet, and {len(self._waiting)} wait to be received; "
                 "grpc.received_bytes_max limits them; nothing was changed, try again",

@@ -154,11 +154,11 @@ def test_while_others_wait_stalled_messages_of_the_caller_with_the_most_turns_en
     in_virtual_time(story)
 
 
-def test_too_many_waiting_calls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "WAITING_MAX", 1)
-
+def test_too_many_waiting_calls_are_refused() -> None:
     async def story(turns: Turns) -> None:
-        *_, refused = await turns.begun("a", "a", "a", "a")
+        *_, last, refused = await turns.begun(*["a"] * (2 + 64 + 1))
+        assert last.task is not None
+        assert not last.task.done()
         assert refused.task is not None
         with pytest.raises(errors.QuotaExceeded, match=r"grpc\.received_bytes_max limits them"):
             await refused.task

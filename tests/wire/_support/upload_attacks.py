@@ -4,7 +4,7 @@
 
 An attack is `adds` (24 connections, each with three adds of too many rows at once), `foreign` (the same by an identity
 without a right to the topic), `stalled` (40 uploads without a token, whose last byte never comes) or `stalled-token`
-(the same with a token). For each it starts a daemon of the checkout with identities, and prints what its memory and the
+(the same with a token); `quiet` is none, for comparison. For each it starts a daemon of the checkout with identities, and prints what its memory and the
 lateness of the other client were.
 """
 
@@ -246,6 +246,12 @@ def stalled(address: str, token: str | None, size_bytes: int) -> tuple[dict[str,
     return {"ended": ended, "held": UPLOADS - ended}, sum(each.sent_bytes for each in uploads)
 
 
+def quiet() -> tuple[dict[str, int], int]:
+    """Do nothing, for comparison."""
+    time.sleep(HELD_S)
+    return {}, 0
+
+
 def attack(name: str, folder: Path, size_bytes: int, *, checkout: Path = REPOSITORY) -> Outcome:
     """Start a daemon of the checkout, attack it, and return what that cost."""
     everything = ["add", "dispatch", "inspect", "admin"]
@@ -259,6 +265,7 @@ def attack(name: str, folder: Path, size_bytes: int, *, checkout: Path = REPOSIT
             "foreign": (adds, address, "own/good", token_of("other"), size_bytes),
             "stalled": (stalled, address, None, size_bytes),
             "stalled-token": (stalled, address, token_of("other"), size_bytes),
+            "quiet": (quiet,),
         }
         # In a process of its own, so that the client beside it keeps its interpreter
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attacker, beside(address) as stop:
