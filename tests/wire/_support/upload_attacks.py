@@ -4,8 +4,8 @@
 
 An attack is `adds` (24 connections, each with three adds of too many rows at once), `foreign` (the same by an identity
 without a right to the topic), `stalled` (40 uploads without a token, whose last byte never comes) or `stalled-token`
-(the same with a token); `quiet` is none, for comparison. For each it starts a daemon of the checkout with identities, and prints what its memory and the
-lateness of the other client were.
+(the same with a token); `quiet` is none, for comparison. For each it starts a daemon of the checkout with identities,
+and prints what its memory and the lateness of the other client were.
 """
 
 from __future__ import annotations
