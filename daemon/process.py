@@ -32,6 +32,7 @@ from daemon import config, errors, metrics, metrics_endpoint, process_memory
 from daemon.audit_log import AuditLog
 from daemon.auth import Door
 from daemon.grpc_services.admission import Admission
+from daemon.grpc_services.receiving import Receiving
 from daemon.grpc_services.server import Server
 from daemon.ledger_stores import ledger_stores
 from daemon.owner.engine import Engine
@@ -80,7 +81,7 @@ async def serve(
     daemon_metrics.collect_store_probe_from(store_probe.has_passed)
     daemon_metrics.collect_store_requests_from(lambda: store.requests_sent)
     daemon_metrics.collect_expiry_from(door.expiry)
-    admission = Admission(door, audit_log, daemon_metrics.caller_refused)
+    admission = Admission(door, audit_log, daemon_metrics.caller_refused, Receiving(settings, process_memory.give_back))
     server = Server(settings, admission)
     settings = _with_own_names(settings, server.bind())
     with (

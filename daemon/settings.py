@@ -127,6 +127,18 @@ class GrpcSettings(Section, frozen=True):
         int,
         Meta(ge=1, description="The daemon stops reading a stream with more bytes of unanswered requests than this."),
     ] = 32 << 20
+    received_bytes_max: Annotated[
+        int,
+        Meta(
+            ge=1 << 20,
+            description="Bytes of requests that are received and not decided, of all connections together. Half of "
+            "it is for requests that are not whole, each as large as `limits.message_bytes_max` allows, but at least "
+            "for one. Others wait. On streams this holds until their caller has named a topic that it may use.",
+        ),
+    ] = 256 << 20
+    request_arrival_s: Annotated[
+        float, Meta(ge=1, le=3600, description="Time for a request to arrive whole; on streams, for the first one.")
+    ] = 30.0
     keepalive_time_s: Annotated[
         float, Meta(ge=1, le=7200, description="Silence after which the daemon probes a connection.")
     ] = 30.0
@@ -366,8 +378,14 @@ class LimitsSettings(Section, frozen=True):
         100_000
     )
     message_bytes_max: Annotated[
-        int, Meta(ge=_MESSAGE_BYTES_LEAST, le=1 << 30, description="Bytes of one request, at most.")
-    ] = 16 << 20
+        int,
+        Meta(
+            ge=_MESSAGE_BYTES_LEAST,
+            le=1 << 30,
+            description="Bytes of one request, at most. Clients ask for it, and cut their requests by it; older ones "
+            "cut at 16 MiB.",
+        ),
+    ] = 4 << 20
     topic_bytes_max: Annotated[int, Meta(ge=1, le=65_535, description="Bytes of a topic's name in UTF-8.")] = 1024
     subscription_bytes_max: Annotated[int, Meta(ge=1, le=65_535, description="Bytes of a subscription's name.")] = 255
     delay_max_ms: Annotated[int, Meta(ge=1, le=1 << 53, description="The longest delay of a row.")] = (

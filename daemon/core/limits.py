@@ -71,7 +71,12 @@ def page_rows(page_size: int) -> int:
 def check_rows(field: str, rows: int, rows_max: int) -> None:
     """Raise InvalidArgument if a request has no rows or too many."""
     if not 1 <= rows <= rows_max:
-        raise InvalidArgument(f"{field} has {rows} rows; a request must have 1 to {rows_max}")
+        raise rows_refused(field, rows, rows_max)
+
+
+def rows_refused(field: str, rows: int, rows_max: int) -> InvalidArgument:
+    """Return the refusal of a request that has no rows or too many."""
+    return InvalidArgument(f"{field} has {rows} rows; a request must have 1 to {rows_max}")
 
 
 def check_ledgers(ledgers: tuple[int, int] | None) -> None:

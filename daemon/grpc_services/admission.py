@@ -1,8 +1,8 @@
 """Authenticates and authorizes calls; every call of the contract passes here first.
 
 The option `access` of a call in the proto names the scope that it needs. `daemon.auth` has the identities. A call is
-refused for its caller or its scope before its message is parsed. A stream is refused before a message is read, so a
-silent stream ends at once. The topic is checked as soon as the request that names it is parsed: in the frame of calls
+refused for its caller or its scope before its message is received: what it has sent of it is dropped, and a silent
+stream ends at once. The topic is checked as soon as the request that names it is parsed: in the frame of calls
 with one request (`unary`), and where a stream reads the name. A refusal never depends on what exists.
 
 Open calls end when their identity is revoked or its rights change.
@@ -17,7 +17,7 @@ import asyncio
 import dataclasses
 import functools
 import urllib.parse
-from collections.abc import Awaitable, Callable, Mapping, Set
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Set
 from types import MappingProxyType
 from typing import Any, Final, NoReturn, TypeAlias, cast
 
@@ -31,6 +31,7 @@ from daemon.audit_log import AuditLog
 from daemon.auth import EVERY_TOPIC, Door, Identities, Identity, Scope, bearer_of
 from daemon.core.quotas import Caller
 from daemon.grpc_services import status
+from daemon.grpc_services.receiving import Receiving
 from tarry.v1 import access_pb2
 
 AUTHORIZATION_KEY: Final = "authorization"
@@ -49,6 +50,8 @@ NOTHING_CHANGED: Final = frozenset(grpc.StatusCode) - {
     grpc.StatusCode.INTERNAL,
     grpc.StatusCode.DATA_LOSS,
 }
+# A request of a call that is open to everyone, such as the name of a service
+OPEN_REQUEST_BYTES_MAX: Final = 4 << 10
 
 Refusal: TypeAlias = errors.Unauthenticated | errors.PermissionDenied
 Metadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
@@ -116,8 +119,9 @@ class Context:
     is_refused = False
     # The reason for which the call is ended early
     ended: errors.TarryError | None = None
+    # Serves the call; None once it was cancelled for the call's end
+    task: asyncio.Task[Any] | None = None
     _is_writing = False
-    _task: asyncio.Task[Any] | None = None
 
     def __init__(
         self,
@@ -125,9 +129,13 @@ class Context:
         rule: Rule,
         refused: Callable[[Context, Refusal], None],
         audit_log: AuditLog,
+        receiving: Receiving,
     ) -> None:
-        """Wrap gRPC's context. Calls `refused` with each refusal."""
-        self.read = context.read
+        """Wrap gRPC's context. Calls `refused` with each refusal. Awaits messages as `receiving` lets it."""
+        self.receiving = receiving
+        self.grpc_context = context
+        self.read: Callable[[], Awaitable[object]] = self._read_in_turn
+        self._read = context.read
         self.peer = context.peer
         self.invocation_metadata = context.invocation_metadata
         self.time_remaining = context.time_remaining
@@ -137,6 +145,26 @@ class Context:
         self._rule = rule
         self._refused = refused
         self._audit_log = audit_log
+
+    @property
+    def caller(self) -> str:
+        """The identity of the caller, or else its host."""
+        return host_of(self.peer()) if self.identity is None else self.identity.name
+
+    @property
+    def is_ending(self) -> bool:
+        """True once the call was told to end."""
+        return self.ended is not None
+
+    async def _read_in_turn(self) -> object:
+        """Return the next message as bytes, or anything else after the caller's last one.
+
+        It has its turn until the caller has named a topic that it may use.
+        """
+        if EVERY_TOPIC in self.topic_prefixes:
+            self.read = self._read
+            return await self._read()
+        return await self.receiving.in_turn(self, self._read)
 
     async def write(self, response: bytes) -> None:
         """Send a response, unless the call is about to end.
@@ -158,9 +186,9 @@ class Context:
             if self.ended is not None:
                 self._cancel()
 
-    def end(self, why: errors.TarryError, task: asyncio.Task[Any]) -> None:
-        """End the call early. `task` serves it."""
-        self.ended, self._task = why, task
+    def end(self, why: errors.TarryError) -> None:
+        """End the call early."""
+        self.ended = why
         if self._is_writing:
             # Limited, since a caller that reads nothing keeps the response in flight.
             asyncio.get_running_loop().call_later(WRITE_MAX_S, self._cancel)
@@ -168,7 +196,7 @@ class Context:
             self._cancel()
 
     def _cancel(self) -> None:
-        task, self._task = self._task, None
+        task, self.task = self.task, None
         if task is not None:
             task.cancel()
 
@@ -301,6 +329,7 @@ class Context:
     def check_topic(self, topic: str) -> None:
         """Refuse a topic that the caller may not use, whether it exists or not. Raises `PermissionDenied`."""
         if self.identity is None or self.identity.may_use(topic):
+            self.read = self._read
             return
         self.topic = topic
         name = self.identity.name
@@ -321,18 +350,25 @@ class Context:
     def _refuse(self, refusal: Refusal) -> NoReturn:
         self.is_refused = True
         self._refused(self, refusal)
-        raise refusal
+        try:
+            raise refusal
+        finally:
+            # Its traceback has this frame. If the frame had it, both would keep the request.
+            del refusal
 
 
 class Admission:
     """The gate of all calls. It knows those that are open."""
 
-    def __init__(self, door: Door, audit_log: AuditLog, refused: Callable[[Refusal], None]) -> None:
-        """Start without open calls. Calls `refused` with each refusal."""
+    def __init__(
+        self, door: Door, audit_log: AuditLog, refused: Callable[[Refusal], None], receiving: Receiving
+    ) -> None:
+        """Start without open calls. Calls `refused` with each refusal. Receives messages as `receiving` lets it."""
         self.door = door
+        self._receiving = receiving
         self._audit_log = audit_log
         self._told = refused
-        self._open: dict[Context, asyncio.Task[Any]] = {}
+        self._open: set[Context] = set()
 
     @property
     def open_calls(self) -> int:
@@ -340,46 +376,104 @@ class Admission:
         return len(self._open)
 
     def guarded(self, method: MethodDescriptor, handler: Any) -> Any:
-        """Wrap a handler so that only authorized callers reach it."""
-        rule = Rule.of(method)
-        kind = next(each for each in ("unary_unary", "unary_stream", "stream_stream") if getattr(handler, each))
-        serve: Callable[[Any, Context], Awaitable[Any]] = getattr(handler, kind)
+        """Wrap a handler of bytes so that only authorized callers reach it."""
+        return self._wrapped(handler, Rule.of(method), self._admit)
 
-        async def guarding(request: Any, context: grpc.aio.ServicerContext[bytes, bytes]) -> Any:
-            call = Context(context, rule, self._refused, self._audit_log)
+    def open_to_everyone(self, name: str, handler: Any) -> Any:
+        """Wrap a handler of a call that is none of the contract, whose requests are small."""
+        kind = _kind_of(handler)
+        serve = getattr(handler, kind)
+
+        def parsed(data: bytes) -> Any:
+            if len(data) > OPEN_REQUEST_BYTES_MAX:
+                raise errors.InvalidArgument(f"message: {len(data)} bytes, the limit is {OPEN_REQUEST_BYTES_MAX}")
+            try:
+                return handler.request_deserializer(data)
+            except message.DecodeError as error:
+                raise errors.InvalidArgument(f"message: these {len(data)} bytes are none of {name}") from error
+
+        async def requests(call: Context) -> AsyncGenerator[Any]:
+            while isinstance(data := await self._receiving.in_turn(call, call.grpc_context.read), bytes):
+                yield parsed(data)
+
+        async def served(data: Any, call: Context) -> Any:
+            try:
+                if kind != "stream_stream":
+                    return await serve(parsed(data), call.grpc_context)
+                async for answer in serve(requests(call), call.grpc_context):
+                    await call.write(answer)
+            except errors.TarryError as error:
+                await status.abort(call, error)
+
+        rule = Rule(name=name, scope=None, topic_wide=None, topic=(), any_prefix=True, audited=False, audited_with="")
+        return self._wrapped(handler._replace(**{kind: served}), rule, lambda call: None)
+
+    def _wrapped(self, handler: Any, rule: Rule, admit: Callable[[Context], None]) -> Any:
+        """Make a handler that is called before a message is received, as gRPC calls those of streams of requests."""
+        kind = _kind_of(handler)
+        serve: Callable[[Any, Context], Awaitable[Any]] = getattr(handler, kind)
+        if kind != "stream_stream":
+            serve = functools.partial(self._serve_one, serve)
+
+        async def guarding(_: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> Any:
+            call = Context(context, rule, self._refused, self._audit_log, self._receiving)
             call.is_audited = rule.audited
             try:
-                if (identities := self.door.identities) is not None:
-                    call.admit(identities)
+                admit(call)
             except (errors.Unauthenticated, errors.PermissionDenied) as refusal:
                 await status.abort(call, refusal)
-            task = cast("asyncio.Task[Any]", asyncio.current_task())
-            self._open[call] = task
+            task = call.task = cast("asyncio.Task[Any]", asyncio.current_task())
+            self._open.add(call)
             try:
-                answer = await serve(request, call)
-                call.outcome = grpc.StatusCode.OK
-                return answer
-            except asyncio.CancelledError:
-                if call.ended is None:
-                    call.outcome = grpc.StatusCode.CANCELLED
-                    raise
-                task.uncancel()
-                await status.abort(call, call.ended)
+                try:
+                    answer = await serve(None, call)
+                    call.outcome = grpc.StatusCode.OK
+                    return answer
+                except asyncio.CancelledError:
+                    if call.ended is None:
+                        call.outcome = grpc.StatusCode.CANCELLED
+                        raise
+                    task.uncancel()
+                    await status.abort(call, call.ended)
+            except grpc.aio.AbortError as aborted:
+                # gRPC keeps it with its call, in a cycle. The frames of its tracebacks would keep the request.
+                aborted.__context__ = None
+                raise aborted.with_traceback(None) from None
             finally:
-                del self._open[call]
+                self._open.remove(call)
                 if call.is_audited and not call.is_refused:
                     call.tell()
 
-        return handler._replace(**{kind: guarding})
+        make = grpc.stream_unary_rpc_method_handler if kind == "unary_unary" else grpc.stream_stream_rpc_method_handler
+        return make(guarding, response_serializer=handler.response_serializer)
+
+    def _admit(self, call: Context) -> None:
+        if (identities := self.door.identities) is not None:
+            call.admit(identities)
+
+    async def _serve_one(self, serve: Callable[[Any, Context], Awaitable[Any]], _: object, call: Context) -> Any:
+        """Receive the one request of a call, and serve it."""
+        try:
+            data: object = await self._receiving.in_turn(call, call.grpc_context.read)
+            if not isinstance(data, bytes):
+                raise errors.InvalidArgument("message: it is missing; the call has one request")
+        except errors.TarryError as error:
+            await status.abort(call, error)
+        size_bytes = len(data)
+        self._receiving.received(size_bytes)
+        try:
+            return await serve(data, call)
+        finally:
+            self._receiving.decided(size_bytes)
 
     def identities_changed(self) -> None:
         """End the open calls of callers that are no longer known, or whose rights have changed."""
         identities = self.door.identities
-        for call, task in list(self._open.items()):
+        for call in list(self._open):
             if identities is not None and not call.is_over and call.ended is None:
                 lost = call.lost(identities)
                 if lost is not None:
-                    call.end(lost, task)
+                    call.end(lost)
 
     def _refused(self, call: Context, refusal: Refusal) -> None:
         self._told(refusal)
@@ -412,6 +506,10 @@ def counts_of(answer: message.Message) -> dict[str, Any]:
         elif isinstance(value, int):
             counts[field.name] = value
     return counts
+
+
+def _kind_of(handler: Any) -> str:
+    return next(each for each in ("unary_unary", "unary_stream", "stream_stream") if getattr(handler, each))
 
 
 def _scope(scope: access_pb2.Scope.ValueType) -> Scope | None:

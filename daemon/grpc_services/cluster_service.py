@@ -15,7 +15,7 @@ from tarry.v1 import cluster_pb2 as pb
 # The version of the wire protocol
 API = 1
 # Features beyond its first form; PROTOCOL.md says what a client does without one
-FEATURES = ("handout_names", "on_invalid", "retention", "subscribe_many")
+FEATURES = ("handout_names", "on_invalid", "retention", "subscribe_many", "held_more")
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["Cluster"]
 
 
@@ -26,6 +26,7 @@ class Cluster:
         self._requests = engine.requests
         # Read once, since it comes from a file
         self._version = importlib.metadata.version("tarryd")
+        self._message_bytes_max = settings.limits.message_bytes_max
         self._handler = unary.Frame(settings).handler
 
     def handlers(self) -> dict[str, unary.Handler]:
@@ -38,4 +39,6 @@ class Cluster:
         return value_messages.as_message(pb.LookupTopicResponse, await self._requests.lookup(request.topic))
 
     async def _get_version(self, _: pb.GetVersionRequest) -> pb.GetVersionResponse:
-        return pb.GetVersionResponse(version=self._version, api=API, feature=FEATURES)
+        return pb.GetVersionResponse(
+            version=self._version, api=API, feature=FEATURES, message_bytes_max=self._message_bytes_max
+        )

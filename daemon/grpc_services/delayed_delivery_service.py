@@ -32,7 +32,7 @@ class DelayedDelivery:
         self._engine = engine
         self._settings = settings
         self._frame = unary.Frame(settings)
-        self._size_bytes_max = settings.limits.message_bytes_max
+        self._bounds = parsing.Bounds.of(settings)
         self._draining = asyncio.Event()
 
     def handlers(self) -> dict[str, unary.Handler]:
@@ -49,9 +49,7 @@ class DelayedDelivery:
         }
 
     async def _add(self, data: bytes, context: Context) -> bytes:
-        topic, subscription, rows = row_requests.add(
-            data, size_bytes_max=self._size_bytes_max, check=context.check_named
-        )
+        topic, subscription, rows = row_requests.add(data, self._bounds, check=context.check_named)
         caller = admission.caller_of(context, len(data))
         requests = self._engine.requests
         answer: Awaitable[AddOutcome] | None
@@ -109,7 +107,7 @@ class _AddStream:
 
     def __init__(self, engine: Engine, settings: config.Config, context: Context, draining: asyncio.Event) -> None:
         self._engine = engine
-        self._size_bytes_max = settings.limits.message_bytes_max
+        self._bounds = parsing.Bounds.of(settings)
         self._context = context
         self._client = admission.client_of(context)
         self._pipeline = pipeline.Pipeline(context, settings.grpc)
@@ -141,19 +139,24 @@ class _AddStream:
 
     async def _read(self) -> None:
         while (data := await self._pipeline.read()) is not None:
-            request_id, work = self._parse(data)
-            self._pipeline.submit(len(data), work, functools.partial(_answer, request_id))
+            self._take(data)
+            # An idle stream keeps no request.
+            del data
             await self._pipeline.room()
+
+    def _take(self, data: bytes) -> None:
+        request_id, work = self._parse(data)
+        self._pipeline.submit(len(data), work, functools.partial(_answer, request_id))
 
     def _parse(self, data: bytes) -> tuple[int, Callable[[], Awaitable[AddOutcome]]]:
         """Read the request's id and its work. Raises `InvalidArgument` if there is no id by which to refuse it."""
         try:
-            request_id, topic, subscription, rows = row_requests.stream_add(data, size_bytes_max=self._size_bytes_max)
+            request_id, topic, subscription, rows = row_requests.stream_add(data, self._bounds)
         except errors.InvalidArgument as error:
             refused_id = parsing.leading_number(data)
             if refused_id is None:
                 raise
-            return refused_id, functools.partial(_refuse, error)
+            return refused_id, functools.partial(_refuse, str(error))
         caller = Caller(self._client, len(data))
         return request_id, functools.partial(self._add, topic, rows, subscription, caller)
 
@@ -170,8 +173,9 @@ class _AddStream:
         return requests.add(topic, rows, subscription, caller) if answer is None else answer
 
 
-def _refuse(error: errors.InvalidArgument) -> Awaitable[AddOutcome]:
-    raise error
+def _refuse(text: str) -> Awaitable[AddOutcome]:
+    # Another error, since that of the parser has the request in its traceback.
+    raise errors.InvalidArgument(text)
 
 
 def _answer(request_id: int, outcome: AddOutcome | Exception) -> bytes:

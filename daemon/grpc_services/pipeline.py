@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from daemon import errors
+from daemon.grpc_services.receiving import Receiving
 from daemon.settings import GrpcSettings
 
 # Time for which a failing stream waits for answers that are not known yet (seconds)
@@ -26,7 +27,11 @@ T = TypeVar("T")
 class Connection(Protocol):
     """The port to a stream's caller: a call, or a lane of one."""
 
-    async def read(self) -> object:
+    @property
+    def receiving(self) -> Receiving:
+        """The budget of bytes that are not decided."""
+
+    def read(self) -> Awaitable[object]:
         """Return the next request as bytes, or anything else after the caller's last one."""
 
     async def write(self, message: bytes, /) -> object:
@@ -38,6 +43,7 @@ class Pipeline:
 
     def __init__(self, context: Connection, settings: GrpcSettings) -> None:
         self._context = context
+        self._receiving = context.receiving
         self._requests_max = settings.stream_requests_in_flight_max
         self._bytes_max = settings.stream_bytes_in_flight_max
         self._requests = 0
@@ -66,6 +72,7 @@ class Pipeline:
         """Start a request. `answer` encodes its outcome or error, or returns None for no answer."""
         self._requests += 1
         self._bytes += size_bytes
+        self._receiving.received(size_bytes)
         try:
             future = asyncio.ensure_future(work())
         except Exception as error:  # noqa: BLE001 - every refusal is an answer
@@ -91,6 +98,7 @@ class Pipeline:
         while self._requests >= self._requests_max or self._bytes >= self._bytes_max:
             self._room.clear()
             await self._room.wait()
+        await self._receiving.room()
 
     @property
     def known(self) -> int:
@@ -124,6 +132,7 @@ class Pipeline:
         self._room.set()
 
     def _finish(self, size_bytes: int, answer: Callable[[Any], bytes | None], outcome: object) -> None:
+        self._receiving.decided(size_bytes)
         if isinstance(outcome, errors.NotOwner):
             self._moved = outcome
             self._answers.append((size_bytes, None))

@@ -14,12 +14,13 @@ import dataclasses
 import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from typing import NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from daemon import call_values, errors
+from daemon.core import limits
 from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
 from daemon.core.decisions.add_decisions import AddBatch, AddRow
 from daemon.core.decisions.claims import HeldPositions
@@ -103,37 +104,43 @@ class NegativelyAcknowledged:
 # ---- adds
 
 
-def stream_add(data: bytes, *, size_bytes_max: int) -> tuple[int, str, str | None, Callable[[], AddBatch]]:
+def stream_add(data: bytes, bounds: parsing.Bounds) -> tuple[int, str, str | None, Callable[[], AddBatch]]:
     """Read request_id, topic, subscription and rows of a `StreamAddMessagesRequest`.
 
     The subscription is None if the request names none. Raises `InvalidArgument` if the request cannot be parsed, and
     when the rows are called for.
     """
-    if len(data) <= size_bytes_max:
+    if len(data) <= bounds.size_bytes_max:
         try:
             outer = scan(data, 0, len(data), _STREAM_ADD_FIELDS)
             start, size = outer[_ADD]
             fields = scan(data, start, start + size, _ADD_FIELDS)
+            if (rows := fields[_ENTRY_ID][1] >> 3) > bounds.rows_max:
+                refuse = functools.partial(_refuse_rows, rows, bounds.rows_max)
+                return outer[_REQUEST_ID][1], *_names_of_add(data, fields), refuse
             batch = _plain_batch(data, fields)
             return outer[_REQUEST_ID][1], *_names_of_add(data, fields), lambda: batch
         except (NotPlainError, KeyError, IndexError, UnicodeDecodeError):
             pass
-    request = parsing.parse(delayed_delivery_pb2.StreamAddMessagesRequest, data, size_bytes_max=size_bytes_max)
+    request = parsing.parse(delayed_delivery_pb2.StreamAddMessagesRequest, data, bounds)
     add = request.add
     return request.request_id, add.topic, add.subscription or None, functools.partial(add_batch, add)
 
 
 def add(
-    data: bytes, *, size_bytes_max: int, check: Callable[[str, str], None]
+    data: bytes, bounds: parsing.Bounds, *, check: Callable[[str, str], None]
 ) -> tuple[str, str | None, AddRow | AddBatch]:
     """Read topic, subscription and rows of an `AddMessagesRequest`, the rows as an `AddRow` if they can be one.
 
     The subscription is None if the request names none. Calls `check` with both names, "" for none, before it refuses
     the rows. Raises what `check` raises, and `InvalidArgument`.
     """
-    if len(data) <= size_bytes_max:
+    if len(data) <= bounds.size_bytes_max:
         try:
             fields = scan(data, 0, len(data), _ADD_FIELDS)
+            if (rows_given := fields[_ENTRY_ID][1] >> 3) > bounds.rows_max:
+                check(*((name or "") for name in _names_of_add(data, fields)))
+                raise limits.rows_refused("entry_id", rows_given, bounds.rows_max)
             row = _add_row(data, fields) if fields[_ENTRY_ID][1] == 8 and fields.keys() <= _ADD_ROW_FIELDS else None
             rows = _plain_batch(data, fields) if row is None else row
             topic, subscription = _names_of_add(data, fields)
@@ -142,9 +149,13 @@ def add(
         else:
             check(topic, subscription or "")
             return topic, subscription, rows
-    request = parsing.parse(delayed_delivery_pb2.AddMessagesRequest, data, size_bytes_max=size_bytes_max)
+    request = parsing.parse(delayed_delivery_pb2.AddMessagesRequest, data, bounds)
     check(request.topic, request.subscription)
     return request.topic, request.subscription or None, add_batch(request)
+
+
+def _refuse_rows(rows: int, rows_max: int) -> NoReturn:
+    raise limits.rows_refused("entry_id", rows, rows_max)
 
 
 def _names_of_add(data: bytes, fields: Fields) -> tuple[str, str | None]:
@@ -245,18 +256,18 @@ def _times(request: Timed, rows: int) -> tuple[U64 | None, U64 | None]:
 
 
 def subscribe(
-    data: bytes, *, size_bytes_max: int
+    data: bytes, bounds: parsing.Bounds
 ) -> Acknowledged | NegativelyAcknowledged | dispatch_pb2.SubscribeRequest:
     """Read a `SubscribeRequest`. Raises `InvalidArgument` if it cannot be parsed."""
     try:
-        if data and len(data) <= size_bytes_max:
+        if data and len(data) <= bounds.size_bytes_max:
             if data[0] == _ACKNOWLEDGE:
                 return _plain_acknowledge(data)
             if data[0] == _NACK:
                 return _plain_nack(data)
     except (NotPlainError, KeyError, IndexError):
         pass
-    request = parsing.parse(dispatch_pb2.SubscribeRequest, data, size_bytes_max=size_bytes_max)
+    request = parsing.parse(dispatch_pb2.SubscribeRequest, data, bounds)
     match request.WhichOneof("request"):
         case "acknowledge":
             given = request.acknowledge

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from daemon import config
 from daemon.auth import Certificates, Door
@@ -29,6 +29,7 @@ from daemon.grpc_services import (
     ledger_deletion_service,
 )
 from daemon.grpc_services.admission import Admission
+from daemon.grpc_services.receiving import MESSAGE_ROOM_BYTES, WINDOW_BYTES
 from daemon.owner.engine import Engine
 
 # gRPC allows 8 KiB for all metadata
@@ -106,9 +107,20 @@ class HealthReport:
             await self.servicer.set(name, _status_of(self._engine))
 
 
-# A message that is slightly too large is still read, so that it can be refused by name. Beyond that gRPC itself ends
-# the call with RESOURCE_EXHAUSTED.
-MESSAGE_ROOM_BYTES = 1 << 20
+class _OpenToEveryone:
+    """Registers the handlers of services that are none of the contract."""
+
+    def __init__(self, server: grpc.aio.Server, admission: Admission) -> None:
+        self._server = server
+        self._admission = admission
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Ignore what is also registered by name."""
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        """Register handlers that receive within the budget."""
+        wrapped = {name: self._admission.open_to_everyone(f"{service}/{name}", each) for name, each in handlers.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, wrapped),))
 
 
 class Server:
@@ -178,11 +190,13 @@ class Server:
         )
         names = tuple(service.full_name for service in services)
         self._health = HealthReport(engine, self._admission.door, names)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        open_to_everyone = cast(Any, _OpenToEveryone(self._server, self._admission))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, open_to_everyone)
         asked = self._settings.access.reflection
         if self._admission.door.identities is None if asked is None else asked:
             health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-            reflection.enable_server_reflection((*names, health_name, reflection.SERVICE_NAME), self._server)
+            servicer = reflection.aio.ReflectionServicer((*names, health_name, reflection.SERVICE_NAME))
+            cast(Any, reflection_pb2_grpc).add_ServerReflectionServicer_to_server(servicer, open_to_everyone)
         await self._health.start()
         await self._server.start()
 
@@ -262,6 +276,9 @@ def _options(settings: config.Config) -> list[tuple[str, Any]]:
     server = settings.grpc
     return [
         ("grpc.max_receive_message_length", settings.limits.message_bytes_max + MESSAGE_ROOM_BYTES),
+        # Without probes of the bandwidth, which would widen the windows of all calls
+        ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", server.concurrent_calls_per_connection_max),
         ("grpc.keepalive_time_ms", int(server.keepalive_time_s * 1000)),

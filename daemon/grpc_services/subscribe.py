@@ -90,6 +90,11 @@ _Work: TypeAlias = Callable[[], Awaitable[_Outcome]]
 _Opened: TypeAlias = DispatchStream | KeySharedStream
 
 
+# All messages of one `Open` together: 1.6 million held positions and more
+OPEN_BYTES_MAX = 64 << 20
+_HELD_COLUMNS = tuple(field.name for field in pb.Open.DESCRIPTOR.fields if field.name.startswith("held_"))
+
+
 class Dispatcher(pipeline.Connection, Protocol):
     """The subscribing caller: a call of its own, or a lane."""
 
@@ -140,7 +145,7 @@ class SubscribeStream:
         put: Callable[[bytes], None] | None,
     ) -> None:
         self._engine = engine
-        self._size_bytes_max = settings.limits.message_bytes_max
+        self._bounds = parsing.Bounds.of(settings)
         self._dispatcher = dispatcher
         self._outlet = outlet
         self._put = put
@@ -151,8 +156,6 @@ class SubscribeStream:
 
     async def run(self) -> None:
         opening = await self._read_open()
-        self._named = {"topic": opening.topic, "subscription": opening.subscription}
-        self._dispatcher.check_topic(opening.topic)
         stream = await self._open(opening)
         stream.outlet = self._outlet
         try:
@@ -172,14 +175,36 @@ class SubscribeStream:
             stream.close()
 
     async def _read_open(self) -> pb.Open:
+        """Read the first message, and those that continue its held columns."""
+        opening = await self._read_part_of_open("the first message is")
+        parsing.require_known("type", opening.type, pb.SubscriptionType.DESCRIPTOR)
+        self._named = {"topic": opening.topic, "subscription": opening.subscription}
+        self._dispatcher.check_topic(opening.topic)
+        if opening.more_held:
+            async with self._dispatcher.receiving.long_request("open"):
+                await self._read_more_held(opening)
+        return opening
+
+    async def _read_more_held(self, opening: pb.Open) -> None:
+        size_bytes = opening.ByteSize()
+        is_more = True
+        while is_more:
+            part = await self._read_part_of_open("after one with more_held comes")
+            is_more = part.more_held
+            size_bytes += part.ByteSize()
+            if size_bytes > OPEN_BYTES_MAX:
+                raise errors.InvalidArgument(f"more_held: {size_bytes} bytes, the limit is {OPEN_BYTES_MAX}")
+            for name in _HELD_COLUMNS:
+                getattr(opening, name).MergeFrom(getattr(part, name))
+
+    async def _read_part_of_open(self, expected: str) -> pb.Open:
         data = await self._pipeline.read()
         if data is None:
             raise errors.InvalidArgument("open: the stream ended before it; the first message is open")
-        request = parsing.parse(pb.SubscribeRequest, data, size_bytes_max=self._size_bytes_max)
+        request = parsing.parse(pb.SubscribeRequest, data, self._bounds)
         kind = request.WhichOneof("request")
         if kind != "open":
-            raise errors.InvalidArgument(f"open: the first message is {kind or 'empty'}; it must be open")
-        parsing.require_known("type", request.open.type, pb.SubscriptionType.DESCRIPTOR)
+            raise errors.InvalidArgument(f"open: {expected} {kind or 'empty'}; it must be open")
         return request.open
 
     async def _open(self, request: pb.Open) -> _Opened:
@@ -248,6 +273,8 @@ class SubscribeStream:
         try:
             while (data := await self._pipeline.read()) is not None:
                 self._take(stream, data)
+                # An idle stream keeps no request.
+                del data
                 await self._pipeline.room()
         finally:
             if of_permits is not None:
@@ -255,7 +282,7 @@ class SubscribeStream:
 
     def _take(self, stream: _Opened, data: bytes) -> None:
         size_bytes = len(data)
-        request = row_requests.subscribe(data, size_bytes_max=self._size_bytes_max)
+        request = row_requests.subscribe(data, self._bounds)
         match request:
             case row_requests.Acknowledged(request_id, positions):
                 self._answer(

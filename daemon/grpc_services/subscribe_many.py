@@ -42,7 +42,7 @@ class LaneRequest:
     close: bool
 
 
-def lane_requests(data: bytes, *, size_bytes_max: int) -> list[LaneRequest]:
+def lane_requests(data: bytes, bounds: parsing.Bounds) -> list[LaneRequest]:
     """Read a `SubscribeManyRequest`. Raises `InvalidArgument`."""
     requests: list[LaneRequest] = []
     try:
@@ -56,7 +56,7 @@ def lane_requests(data: bytes, *, size_bytes_max: int) -> list[LaneRequest]:
                 request = data[start : start + size]
             requests.append(LaneRequest(lane, request, bool(fields[_CLOSE][1]) if _CLOSE in fields else False))
     except (NotPlainError, IndexError):
-        message = parsing.parse(pb.SubscribeManyRequest, data, size_bytes_max=size_bytes_max)
+        message = parsing.parse(pb.SubscribeManyRequest, data, bounds)
         return [
             LaneRequest(each.lane, each.request.SerializeToString() if each.HasField("request") else None, each.close)
             for each in message.requests
@@ -167,9 +167,10 @@ _REQUEST_BYTES = 256
 class Lane:
     """One subscription on the stream, as the dispatcher that `subscribe` serves."""
 
-    def __init__(self, number: int, outbox: LaneOutbox, context: Context, read: Callable[[int], None]):
+    def __init__(self, number: int, outbox: LaneOutbox, context: Context, read: Callable[[int], None]) -> None:
         """Open the lane. Calls `read` with the bytes of each request that no longer waits."""
         self.number = number
+        self.receiving = context.receiving
         self.check_topic = context.check_topic
         self.tell_request = context.tell_request
         self._outbox = outbox
@@ -274,17 +275,22 @@ class SubscribeManyStream:
         return is_ending and not self._lanes and not self._outbox and not self._writing.locked()
 
     async def _read(self) -> None:
-        size_bytes_max = self._settings.limits.message_bytes_max
+        bounds = parsing.Bounds.of(self._settings)
         while isinstance(data := await self._context.read(), bytes):
-            requests = lane_requests(data, size_bytes_max=size_bytes_max)
-            for first in range(0, len(requests), LANES_A_TURN):
-                if first:
-                    await asyncio.sleep(0)
-                for request in requests[first : first + LANES_A_TURN]:
-                    self._take(request)
+            await self._take_all(lane_requests(data, bounds))
+            # An idle stream keeps no request.
+            del data
             while self._unread_bytes >= self._settings.grpc.stream_bytes_in_flight_max:
                 self._room.clear()
                 await self._room.wait()
+            await self._context.receiving.room()
+
+    async def _take_all(self, requests: list[LaneRequest]) -> None:
+        for first in range(0, len(requests), LANES_A_TURN):
+            if first:
+                await asyncio.sleep(0)
+            for request in requests[first : first + LANES_A_TURN]:
+                self._take(request)
 
     async def _write(self) -> None:
         while True:
@@ -306,7 +312,9 @@ class SubscribeManyStream:
             if lane is None:
                 return
         if given.request is not None:
-            self._unread_bytes += lane.arrive(given.request)
+            size_bytes = lane.arrive(given.request)
+            self._unread_bytes += size_bytes
+            self._context.receiving.received(size_bytes)
         if given.close:
             lane.close()
 
@@ -331,6 +339,7 @@ class SubscribeManyStream:
 
     def _was_read(self, size_bytes: int) -> None:
         self._unread_bytes -= size_bytes
+        self._context.receiving.decided(size_bytes)
         self._room.set()
 
 

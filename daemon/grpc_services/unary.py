@@ -35,7 +35,7 @@ class Frame:
     """A maker of handlers."""
 
     def __init__(self, settings: config.Config) -> None:
-        self._size_bytes_max = settings.limits.message_bytes_max
+        self._bounds = parsing.Bounds.of(settings)
 
     def handler(self, request_type: type[M], call: Callable[[M], Coroutine[Any, Any, Answer]]) -> Handler:
         """Make a handler of a call that continues when its caller leaves, so that no change is left half done."""
@@ -95,7 +95,7 @@ class Frame:
         self, request_type: type[M], data: bytes, context: Context, call: Callable[[M, Context], Awaitable[Answer]]
     ) -> bytes:
         try:
-            request = parsing.parse(request_type, data, size_bytes_max=self._size_bytes_max)
+            request = parsing.parse(request_type, data, self._bounds)
             context.check(request)
             answer = await call(request, context)
             return answer if isinstance(answer, bytes) else answer.SerializeToString()
@@ -107,7 +107,7 @@ class Frame:
 
         async def handle(data: bytes, context: Context) -> None:
             try:
-                request = parsing.parse(request_type, data, size_bytes_max=self._size_bytes_max)
+                request = parsing.parse(request_type, data, self._bounds)
                 context.check(request)
                 async with contextlib.aclosing(call(request)) as answers:
                     async for answer in answers:

@@ -51,7 +51,7 @@ class Story:
             None,
             in_flight=IN_FLIGHT,
             rows_max=10,
-            bytes_max=2**20,
+            bytes_max=lambda: 2**20,
             policy=attempts.RetryPolicy(uniform=lambda low, high: 0.0),
         )
         self.connection: Connection | None = None

@@ -204,3 +204,28 @@ def test_a_call_that_is_made_once_is_preceded_by_a_question_where_there_is_a_cho
     with pytest.raises(StopIteration) as ended:
         plan.throw(tarry.TarryError("one of before", code=grpc.StatusCode.UNIMPLEMENTED))
     assert ended.value.value.address == NEW
+
+
+@pytest.mark.parametrize(
+    ("given", "told", "most"),
+    [
+        (None, {}, 4 << 20),
+        (None, {OLD: 0}, 4 << 20),
+        (None, {OLD: 1 << 20}, 1 << 20),
+        (None, {OLD: 16 << 20}, 16 << 20),
+        (None, {OLD: 16 << 20, NEW: 8 << 20}, 8 << 20),
+        (16 << 20, {}, 16 << 20),
+        (16 << 20, {OLD: 4 << 20}, 4 << 20),
+        (1 << 20, {OLD: 4 << 20}, 1 << 20),
+    ],
+)
+def test_requests_have_at_most_the_bytes_that_every_daemon_takes(
+    given: int | None, told: dict[str, int], most: int
+) -> None:
+    known = daemons.Daemons([OLD, NEW])
+    planning = attempts.Planning(known, attempts.RetryPolicy(), timeout_s=5.0, rows_max=100_000, bytes_max=given)
+    for address, request_bytes in told.items():
+        known.learn_features(address, frozenset(), request_bytes)
+        known.learn(None, address, tarry.Unavailable("gone"))
+    assert planning.bytes_max == most
+    assert planning.positions_max == min(100_000, (most - 4096) // 44)

@@ -307,6 +307,7 @@ class Story:
             "sub",
             first,
             rows_max=5,
+            bytes_max=lambda: 1 << 20,
             policy=attempts.RetryPolicy(uniform=lambda low, high: 0.0),
             ack_linger=stream_requests.AckLinger(seed % 2 * 5),
         )

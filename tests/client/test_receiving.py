@@ -65,6 +65,7 @@ class Story:
             "sub",
             permits=PERMITS,
             rows_max=4,
+            bytes_max=lambda: 1 << 20,
             policy=attempts.RetryPolicy(uniform=lambda low, high: 0.0),
             ack_linger=stream_requests.AckLinger(seed % 2 * 5),
         )
@@ -284,7 +285,7 @@ class Wire:
 
 
 def lingering(
-    *, rows_max: int = 100, features: frozenset[str] = FEATURES
+    *, rows_max: int = 100, bytes_max: int = 1 << 20, features: frozenset[str] = FEATURES
 ) -> tuple[receiving.SharedReceiving[Answer], Wire]:
     """A subscription whose acknowledgements linger, on a stream that is open, with 20 positions that are taken."""
     state: receiving.SharedReceiving[Answer] = receiving.SharedReceiving(
@@ -292,6 +293,7 @@ def lingering(
         "sub",
         permits=20,
         rows_max=rows_max,
+        bytes_max=lambda: bytes_max,
         policy=attempts.RetryPolicy(uniform=lambda low, high: 0.0),
         ack_linger=stream_requests.AckLinger(5),
     )
@@ -460,3 +462,24 @@ def test_what_ends_it_settles_what_lingers() -> None:
     state, _ = lingering()
     answer = acknowledge(state, 0)
     assert [settled.answer for settled in state.failed(tarry.NotFound("it was deleted"))] == [answer]
+
+
+def test_held_positions_are_declared_in_several_messages_where_the_daemon_knows_that() -> None:
+    state, wire = lingering(bytes_max=4096 + 5 * 40)
+    assert len(wire.requests()) == 0
+    old, new = Wire(), Wire()
+    state.opened(old, FEATURES)
+    (whole,) = old.requests()
+    assert len(whole.open.held_entry_id) == 20
+    state.opened(new, FEATURES | {attempts.HELD_MORE})
+    parts = [each.open for each in new.requests()]
+    assert [list(each.held_entry_id) for each in parts] == [list(range(first, first + 5)) for first in (0, 5, 10, 15)]
+    assert [each.more_held for each in parts] == [True, True, True, False]
+
+
+def test_acknowledgements_have_no_more_positions_than_a_request_holds() -> None:
+    state, wire = lingering(bytes_max=4096 + 5 * 44)
+    given = [7] * 20, list(range(20)), list(range(1000, 1020))
+    assert len(state.acknowledge(given, Answer)) == 4
+    wire.pass_time()
+    assert [len(entries_of(each)) for each in wire.requests() if each.HasField("acknowledge")] == [5, 5, 5, 5]

@@ -181,7 +181,7 @@ def test_batch_indexes_go_with_every_request_that_names_positions(
     assert on_stream(wire.encode_extend(request_id, positions)) == dispatch_pb2.SubscribeRequest(
         extend=dispatch_pb2.Extend(request_id=request_id, **named)
     )
-    opening = on_stream(wire.encode_open(b"t", b"s", 1, positions)).open
+    opening = on_stream(*wire.encode_open(b"t", b"s", 1, positions)).open
     assert list(opening.held_batch_index) == batch_index
     acknowledge = wire.encode_acknowledge_request(b"t", b"s", positions)
     assert dispatch_pb2.AcknowledgeRequest.FromString(acknowledge) == dispatch_pb2.AcknowledgeRequest(
@@ -209,8 +209,27 @@ def test_an_open_is_the_message_that_the_generated_code_makes(
             held_deliver_at_ms=[row[2] for row in rows],
         )
     )
-    encoded = wire.encode_open(topic.encode(), subscription.encode(), kind, held)
+    (encoded,) = wire.encode_open(topic.encode(), subscription.encode(), kind, held)
     assert dispatch_pb2.SubscribeRequest.FromString(encoded) == expected
+
+
+def test_an_open_with_more_positions_than_a_request_holds_is_several_that_continue_each_other() -> None:
+    rows = [(7, entry, 1_000 + entry) for entry in range(1_000)]
+    held = columns_of(rows)
+    consumers = [dispatch_pb2.Consumer(consumer_id=1, name="x" * 2_000)]
+    by_key = wire.OpenConsumers(consumers, np.ones(1_000, np.uint32), np.arange(1_000, dtype=np.uint32))
+    kind = dispatch_pb2.SUBSCRIPTION_TYPE_KEY_SHARED
+    (whole,) = wire.encode_open(b"t", b"s", kind, held, by_key)
+    several = wire.encode_open(b"t", b"s", kind, held, by_key, bytes_max=12_000)
+    assert len(several) > 3
+    assert all(len(each) <= 12_000 for each in several)
+    parts = [dispatch_pb2.SubscribeRequest.FromString(each).open for each in several]
+    assert [part.more_held for part in parts] == [True] * (len(parts) - 1) + [False]
+    joined = dispatch_pb2.Open()
+    for part in parts:
+        joined.MergeFrom(part)
+    joined.more_held = False
+    assert joined == dispatch_pb2.SubscribeRequest.FromString(whole).open
 
 
 @given(permits=u32, consumer_id=u32)
@@ -249,7 +268,7 @@ def test_an_open_for_consumers_is_the_message_that_the_generated_code_makes(
             held_key_hash=key_hash if has_hashes else [],
         )
     )
-    encoded = wire.encode_open(b"t", b"s", kind, held, by_key)
+    (encoded,) = wire.encode_open(b"t", b"s", kind, held, by_key)
     assert dispatch_pb2.SubscribeRequest.FromString(encoded) == expected
 
 

@@ -9,7 +9,7 @@ until nothing is in flight therefore finds every answer settled.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeAlias, TypeVar
 
 from tarry import attempts, columns, errors, reasons, results, streams, wire
@@ -45,10 +45,10 @@ class AddRequests(Generic[Answer]):
         *,
         in_flight: int,
         rows_max: int,
-        bytes_max: int,
+        bytes_max: Callable[[], int],
         policy: attempts.RetryPolicy,
     ) -> None:
-        """Allow up to `in_flight` unanswered requests. Raises InvalidArgument."""
+        """Allow up to `in_flight` unanswered requests. `bytes_max` is asked for each batch. Raises InvalidArgument."""
         if in_flight < 1:
             raise errors.InvalidArgument(f"in_flight is {in_flight}; it must be at least 1")
         self._topic = wire.utf8("topic", topic)
@@ -101,7 +101,7 @@ class AddRequests(Generic[Answer]):
             delay_level=delay_level,
         )
         returned = on_invalid if attempts.needs_of(on_invalid) else 0
-        for first, part in rows.requests(self._rows_max, self._bytes_max):
+        for first, part in rows.requests(self._rows_max, self._bytes_max()):
             yield first, wire.encode_add(self._topic, part, already_due, self._subscription, returned)
 
     def begin(

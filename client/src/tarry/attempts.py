@@ -115,6 +115,8 @@ RETENTION = "retention"
 """Daemon feature: the daemon reports what a topic needs of its message log, and trims to dead letters."""
 SUBSCRIBE_MANY = "subscribe_many"
 """Daemon feature: one stream carries many subscriptions."""
+HELD_MORE = "held_more"
+"""Daemon feature: the held positions of a stream may be declared in several messages."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -259,12 +261,12 @@ class Asking:
         if features is None:
             try:
                 version = yield Send(VERSION, b"", address, remaining_s)
-                features = frozenset(version.feature)
+                features, request_bytes = frozenset(version.feature), version.message_bytes_max
             except errors.TarryError as error:
                 if not errors.is_unknown_call(error):
                     raise
-                features = frozenset()
-            self.daemons.learn_features(address, features)
+                features, request_bytes = frozenset(), 0
+            self.daemons.learn_features(address, features, request_bytes)
         if (unmet := needs.unmet(features, f"the daemon at {address}")) is not None:
             raise unmet
 
@@ -273,14 +275,27 @@ class Planning:
     """The base of the classes that make plans."""
 
     def __init__(
-        self, known: daemons.Daemons, policy: RetryPolicy, *, timeout_s: float, rows_max: int, bytes_max: int
+        self, known: daemons.Daemons, policy: RetryPolicy, *, timeout_s: float, rows_max: int, bytes_max: int | None
     ) -> None:
-        """Make plans for these daemons, with these settings."""
+        """Make plans for these daemons, with these settings. `bytes_max` None leaves the limit to the daemons."""
         self.daemons = known
         self.policy = policy
         self.timeout_s = timeout_s
         self.rows_max = rows_max
-        self.bytes_max = bytes_max
+        self._bytes_max = bytes_max
+
+    @property
+    def bytes_max(self) -> int:
+        """The most bytes of a request: the daemons' limit, or less if so set."""
+        known = self.daemons.request_bytes
+        if self._bytes_max is None:
+            return columns.REQUEST_BYTES_MAX if known is None else known
+        return self._bytes_max if known is None else min(self._bytes_max, known)
+
+    @property
+    def positions_max(self) -> int:
+        """The most delivered positions that a request names."""
+        return columns.positions_per_request(self.rows_max, self.bytes_max)
 
     def deadline(self, timeout_s: float | None, *, longer_by_s: float = 0.0) -> Deadline:
         return Deadline.after((self.timeout_s if timeout_s is None else timeout_s) + longer_by_s)

@@ -70,7 +70,7 @@ class RedeliveryCalls(attempts.Planning):
             forwarded=forwarded,
         )
         answers = []
-        for part in rows.requests(self.rows_max):
+        for part in rows.requests(self.positions_max):
             request = wire.encode_nack_request(*names, part)
             message = yield from asking.ask(NACK, request, topic=topic, needs=attempts.FORWARDED if forwarded else None)
             answers.append(results.Nacked.from_message(message, part.positions.rows))
@@ -394,7 +394,7 @@ class Calls(RedeliveryCalls, deletion_calls.DeletionCalls):
         asking = self.asking(timeout_s)
         names = wire.utf8("topic", topic), wire.utf8("subscription", subscription)
         answers = []
-        for part in columns.parts(batch.positions_of(given), self.rows_max):
+        for part in columns.parts(batch.positions_of(given), self.positions_max):
             message = yield from asking.ask(ACKNOWLEDGE, wire.encode_acknowledge_request(*names, part), topic=topic)
             answers.append(results.Ignored.from_message(message, part.rows))
         return results.Ignored.merge(answers)
@@ -406,7 +406,7 @@ class Calls(RedeliveryCalls, deletion_calls.DeletionCalls):
         names = wire.utf8("topic", topic), wire.utf8("subscription", subscription)
         columns.check_unsigned("lease_ms", lease_ms, bits=64)
         answers = []
-        for part in columns.parts(batch.positions_of(given), self.rows_max):
+        for part in columns.parts(batch.positions_of(given), self.positions_max):
             request = wire.encode_extend_lease(*names, part, lease_ms)
             message = yield from asking.ask(EXTEND_LEASE, request, topic=topic)
             answers.append(results.Ignored.from_message(message, part.rows))

@@ -19,12 +19,15 @@ Column: TypeAlias = SupportsIndex | Sequence[int] | NDArray[Any]
 """One value for the whole batch, or one per row"""
 
 ROWS_PER_REQUEST_MAX = 100_000
-REQUEST_BYTES_MAX = 16 * 1024 * 1024
+REQUEST_BYTES_MAX = 4 * 1024 * 1024
+"""For daemons that do not say their limit"""
 # Names, tags and lengths around the columns, and the gRPC frame
 REQUEST_OVERHEAD_BYTES = 4096
 _U64_MAX = 2**64 - 1
 # The longest encoding of a delay level on the wire; more than it takes in memory
 _LEVEL_BYTES = 5
+# All columns of a negative acknowledgement; other requests that name positions have fewer
+_POSITION_BYTES = 4 * 8 + 3 * 4
 
 NO_BATCH_INDEX = 2**32 - 1
 """Marks the whole entry in a column of batch indexes"""
@@ -384,6 +387,11 @@ def _rows_of(**given: NDArray[Any] | None) -> int:
 def rows_per_request(row_bytes: int, rows_max: int, bytes_max: int) -> int:
     """Return how many rows of this size (bytes) fit one request."""
     return max(1, min(rows_max, (bytes_max - REQUEST_OVERHEAD_BYTES) // row_bytes))
+
+
+def positions_per_request(rows_max: int, bytes_max: int) -> int:
+    """Return how many delivered positions fit one request, whatever it says of them."""
+    return rows_per_request(_POSITION_BYTES, rows_max, bytes_max)
 
 
 def _cut(column: NDArray[Any], rows: slice) -> NDArray[Any]:

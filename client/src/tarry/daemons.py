@@ -75,6 +75,8 @@ class Daemons:
         self._learned: dict[str, None] = {}
         self._owners: dict[str | None, str] = {}
         self._features: dict[str, frozenset[str]] = {}
+        # Address -> the most bytes of a request, where a daemon said so; kept until another daemon there says so
+        self._request_bytes: dict[str, int] = {}
         self._lines: collections.defaultdict[str, _Line] = collections.defaultdict(_Line)
         # Silent address -> when it was left
         self._silent: dict[str, float] = {}
@@ -89,8 +91,16 @@ class Daemons:
         """Return the features that the daemon at an address reported, or None if it must be asked."""
         return self._features.get(address)
 
-    def learn_features(self, address: str, features: frozenset[str]) -> None:
+    def learn_features(self, address: str, features: frozenset[str], request_bytes: int = 0) -> None:
+        """Learn what the daemon at an address can do, and the most bytes of a request; 0 if it does not say."""
         self._features[address] = features
+        if request_bytes:
+            self._request_bytes[address] = request_bytes
+
+    @property
+    def request_bytes(self) -> int | None:
+        """The most bytes of a request that every daemon takes which said so; None if none did."""
+        return min(self._request_bytes.values(), default=None)
 
     # Whom to ask
 

@@ -67,12 +67,15 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
         consumers: Sequence[key_shared.Consumer],
         *,
         rows_max: int,
+        bytes_max: Callable[[], int],
         policy: attempts.RetryPolicy,
         ack_linger: stream_requests.AckLinger | None = None,
     ) -> None:
         """Begin with these consumers. Raises InvalidArgument."""
         linger = ack_linger or stream_requests.AckLinger(0)
-        super().__init__(topic, subscription, {}, rows_max=rows_max, policy=policy, ack_linger=linger)
+        super().__init__(
+            topic, subscription, {}, rows_max=rows_max, bytes_max=bytes_max, policy=policy, ack_linger=linger
+        )
         self._consumers: dict[int, _Joined] = {}
         self._last_consumer_id = 0
         self._held_declared: list[tuple[int, batch.Batch]] = []
@@ -223,7 +226,7 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
             self._plan_in_flight = None
         self._send_plan()
 
-    def _open(self) -> bytes:
+    def _open(self) -> list[bytes]:
         held, leaving = self._declared()
         self._held_declared = held
         declared = held + leaving
@@ -240,7 +243,9 @@ class KeySharedReceiving(receiving.Receiving[Answer, key_shared.Event]):
             _planned_hashes([part for _, part in declared]),
         )
         positions = batch.concatenate([part.positions for _, part in declared])
-        return wire.encode_open(self._topic, self._subscription, _KIND, positions, by_key)
+        return wire.encode_open(
+            self._topic, self._subscription, _KIND, positions, by_key, bytes_max=self._open_bytes_max
+        )
 
     def _start(self, opened: dispatch_pb2.Opened) -> list[Settled[Answer]]:
         settled = super()._start(opened)

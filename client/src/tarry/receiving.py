@@ -207,14 +207,16 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         windows: dict[int, Window],
         *,
         rows_max: int,
+        bytes_max: Callable[[], int],
         policy: attempts.RetryPolicy,
         ack_linger: stream_requests.AckLinger,
     ) -> None:
-        """Receive nothing until a stream is `opened`. Raises InvalidArgument."""
+        """Receive nothing until a stream is `opened`. `bytes_max` is asked for each request. Raises InvalidArgument."""
         self._topic = wire.utf8("topic", topic)
         self._subscription = wire.utf8("subscription", subscription)
         self._windows = windows
         self._rows_max = rows_max
+        self._bytes_max = bytes_max
         self._policy = policy
         self._ack_linger = ack_linger
         # Requests not sent yet although there is a stream, and whether the end of their wait is timed
@@ -243,6 +245,16 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
     def held(self) -> int:
         """The number of positions received and neither acknowledged nor released."""
         return sum(len(window.held) for window in self._windows.values())
+
+    @property
+    def _open_bytes_max(self) -> int | None:
+        """The most bytes of a message that opens a stream; None if there may be only one."""
+        return self._bytes_max() if attempts.HELD_MORE in (self._features or ()) else None
+
+    @property
+    def _positions_max(self) -> int:
+        """The most positions that a request names."""
+        return columns.positions_per_request(self._rows_max, self._bytes_max())
 
     @property
     def is_open(self) -> bool:
@@ -301,7 +313,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         self._ack_linger.acknowledged(alone=not self._unconfirmed)
         requests = [
             self._name_positions(wire.encode_acknowledge, part, part, _ignored, promise())
-            for part in columns.parts(positions, self._rows_max)
+            for part in columns.parts(positions, self._positions_max)
         ]
         self._give_back(given, positions, requests)
         return [request.answer for request in requests]
@@ -336,7 +348,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
             raise unmet
         requests = [
             self._name_positions(wire.encode_nack, part, part.positions, _nacked, promise(), needs)
-            for part in nack.requests(self._rows_max)
+            for part in nack.requests(self._positions_max)
         ]
         # With a batch index, the entry as a whole stays here; a forwarded batch may be of another stream.
         named = batch_index is not None or forwarded
@@ -349,7 +361,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         self._check_open()
         return [
             self._name_positions(wire.encode_extend, part, part, _ignored, promise()).answer
-            for part in columns.parts(positions, self._rows_max)
+            for part in columns.parts(positions, self._positions_max)
         ]
 
     def acknowledge_unconfirmed(self, given: batch.HandedOut) -> None:
@@ -358,7 +370,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         self._check_open()
         if self._sending is not None:
             self.send_lingering()
-            for part in columns.parts(positions, self._rows_max):
+            for part in columns.parts(positions, self._positions_max):
                 self._sending.put(wire.encode_acknowledge(0, part))
         self._give_back(given, positions, [])
 
@@ -367,7 +379,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         lingering, self._lingering, self._lingering_rows = self._lingering, [], 0
         if self._sending is None:
             return
-        for group in stream_requests.joinable(lingering, self._rows_max):
+        for group in stream_requests.joinable(lingering, self._positions_max):
             if len(group) == 1:
                 self._sending.put(group[0].message())
                 continue
@@ -396,7 +408,8 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         ]
         for each in unmet:
             self._unconfirmed[each.request_id].leaving = []
-        sending.put(self._open())
+        for message in self._open():
+            sending.put(message)
         return unmet
 
     def received(self, response: Response) -> tuple[bool, list[Settled[Answer]]]:
@@ -447,8 +460,8 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
     # Kinds of subscriptions differ in these
 
     @abc.abstractmethod
-    def _open(self) -> bytes:
-        """Return the first message of a stream, with everything held and everything not known to be acknowledged."""
+    def _open(self) -> list[bytes]:
+        """Return the first messages of a stream, with everything held and everything not known to be acknowledged."""
 
     @abc.abstractmethod
     def _take_in(self, messages: wire.MessagesColumns) -> bool:
@@ -512,7 +525,7 @@ class Receiving(abc.ABC, Generic[Answer, Received]):
         """Let an acknowledgement wait for others; the stream must be open."""
         self._lingering.append(request)
         self._lingering_rows += request.size_rows
-        if self._lingering_rows >= self._rows_max:
+        if self._lingering_rows >= self._positions_max:
             self.send_lingering()
         elif not self._is_linger_timed and self._sending is not None:
             self._is_linger_timed = True
@@ -662,6 +675,7 @@ class SharedReceiving(Receiving[Answer, batch.Batch]):
         *,
         permits: int,
         rows_max: int,
+        bytes_max: Callable[[], int],
         policy: attempts.RetryPolicy,
         ack_linger: stream_requests.AckLinger | None = None,
     ) -> None:
@@ -670,13 +684,16 @@ class SharedReceiving(Receiving[Answer, batch.Batch]):
         self._window = Window(permits)
         windows = {0: self._window}
         linger = ack_linger or stream_requests.AckLinger(0)
-        super().__init__(topic, subscription, windows, rows_max=rows_max, policy=policy, ack_linger=linger)
+        super().__init__(
+            topic, subscription, windows, rows_max=rows_max, bytes_max=bytes_max, policy=policy, ack_linger=linger
+        )
 
-    def _open(self) -> bytes:
+    def _open(self) -> list[bytes]:
         held, leaving = self._declared()
         self._window.granted = 0
         positions = batch.concatenate([part.positions for _, part in held + leaving])
-        return wire.encode_open(self._topic, self._subscription, dispatch_pb2.SUBSCRIPTION_TYPE_SHARED, positions)
+        kind = dispatch_pb2.SUBSCRIPTION_TYPE_SHARED
+        return wire.encode_open(self._topic, self._subscription, kind, positions, bytes_max=self._open_bytes_max)
 
     def _take_in(self, messages: wire.MessagesColumns) -> bool:
         window = self._window

@@ -96,7 +96,7 @@ class Lifetime:
 
     def told(self, address: str, version: cluster_pb2.GetVersionResponse) -> None:
         self.features = frozenset(version.feature)
-        self._known.learn_features(address, self.features)
+        self._known.learn_features(address, self.features, version.message_bytes_max)
 
     def may_open(self, address: str, error: errors.TarryError) -> bool:
         """Return whether a stream may be opened there, after asking the daemon ended with this error.

@@ -117,26 +117,48 @@ class OpenConsumers:
     """None if no position that Tarry planned is held"""
 
 
+# All columns of a held position
+_HELD_BYTES = 3 * 8 + 4 * 4
+
+
 def encode_open(
-    topic: bytes, subscription: bytes, kind: int, held: columns.Positions, by_key: OpenConsumers | None = None
-) -> bytes:
-    """Encode a `SubscribeRequest` with an `Open`. Both names are UTF-8; `kind` is the number of the enum."""
+    topic: bytes,
+    subscription: bytes,
+    kind: int,
+    held: columns.Positions,
+    by_key: OpenConsumers | None = None,
+    *,
+    bytes_max: int | None = None,
+) -> list[bytes]:
+    """Encode an `Open` as `SubscribeRequest`s of at most `bytes_max`; None makes it one, which all daemons know.
+
+    Both names are UTF-8; `kind` is the number of the enum.
+    """
     consumers = () if by_key is None else by_key.consumers
-    body = _encoded(
-        _OPEN,
-        topic=topic,
-        subscription=subscription,
-        type=kind,
-        held_ledger_id=held.ledger_id,
-        held_entry_id=held.entry_id,
-        held_deliver_at_ms=held.deliver_at_ms,
-        held_batch_index=held.batch_index,
-        held_redelivery_count=held.redelivery_count,
-        held_consumer_id=None if by_key is None else by_key.held_consumer_id,
-        held_key_hash=None if by_key is None else by_key.held_key_hash,
-    )
-    joined = (nested(_OPEN["consumers"], consumer.SerializeToString()) for consumer in consumers)
-    return nested(_SUBSCRIBE["open"], b"".join((body, *joined)))
+    joined = b"".join(nested(_OPEN["consumers"], consumer.SerializeToString()) for consumer in consumers)
+    step = max(1, held.rows)
+    if bytes_max is not None:
+        step = columns.rows_per_request(_HELD_BYTES, step, bytes_max - len(joined))
+    messages = []
+    for first in range(0, max(1, held.rows), step):
+        rows = slice(first, first + step)
+        part = held.take(rows)
+        body = _encoded(
+            _OPEN,
+            topic=topic,
+            subscription=subscription,
+            type=kind,
+            held_ledger_id=part.ledger_id,
+            held_entry_id=part.entry_id,
+            held_deliver_at_ms=part.deliver_at_ms,
+            held_batch_index=part.batch_index,
+            held_redelivery_count=part.redelivery_count,
+            held_consumer_id=None if by_key is None else by_key.held_consumer_id[rows],
+            held_key_hash=None if by_key is None or by_key.held_key_hash is None else by_key.held_key_hash[rows],
+            more_held=rows.stop < held.rows,
+        )
+        messages.append(nested(_SUBSCRIBE["open"], body if first else body + joined))
+    return messages
 
 
 def encode_flow(permits: int, consumer_id: int = 0) -> bytes:

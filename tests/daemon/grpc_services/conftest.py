@@ -17,6 +17,7 @@ from daemon.audit_log import AuditLog
 from daemon.auth import Door
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.grpc_services import admission, server
+from daemon.grpc_services.receiving import Receiving
 from daemon.owner.engine import Engine
 from daemon.topic.open_streams import OpenStream
 from daemon.topic.served_topic import ServedTopic
@@ -158,7 +159,7 @@ async def engine(settings: config.Config, store: MemoryStore) -> AsyncIterator[E
 def admission_of(settings: config.Config) -> admission.Admission:
     """Who is let in by the settings."""
     door = Door(settings.tls, settings.access)
-    return admission.Admission(door, AuditLog(settings.access), lambda refusal: None)
+    return admission.Admission(door, AuditLog(settings.access), lambda refusal: None, Receiving(settings))
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,8 +21,9 @@ from grpc_health.v1 import health_pb2
 
 from daemon import config, errors
 from daemon.audit_log import AuditLog
-from daemon.auth import Door, Scope, hash_of
+from daemon.auth import Door, Identity, Scope, hash_of
 from daemon.grpc_services import admission, pipeline
+from daemon.grpc_services.receiving import Receiving
 from daemon.settings import AccessSettings
 from tarry.v1 import (
     access_pb2,
@@ -191,7 +192,9 @@ async def guarded(tmp_path: Path) -> AsyncIterator[Guarded]:
         overrides=["grpc.listen=127.0.0.1:0", "grpc.drain_s=0", f"access.audit_file={audit}", *files.settings()],
     )
     audit_log = AuditLog(settings.access)
-    let_in = admission.Admission(Door(settings.tls, settings.access), audit_log, lambda refusal: None)
+    let_in = admission.Admission(
+        Door(settings.tls, settings.access), audit_log, lambda refusal: None, Receiving(settings)
+    )
     credentials = grpc.ssl_channel_credentials(files.ca.read_bytes())
     async with (
         contextlib.AsyncExitStack() as stack,
@@ -270,9 +273,13 @@ def plain_add(topic: str) -> delayed_delivery_pb2.AddMessagesRequest:
     return delayed_delivery_pb2.AddMessagesRequest(topic=topic, ledger_id=[1], entry_id=[1], delay_ms=[60_000])
 
 
-@pytest.mark.parametrize("method", [each for each in METHODS if each.client_streaming], ids=name_of)
+@pytest.mark.parametrize(
+    "method",
+    [each for each in METHODS if each.client_streaming or each.name in ("AddMessages", "ListTopics")],
+    ids=name_of,
+)
 @pytest.mark.parametrize("token", [None, "unknown", token_of("nothing")])
-async def test_a_silent_stream_of_who_is_not_let_in_is_closed_at_once(
+async def test_a_silent_call_of_who_is_not_let_in_is_closed_at_once(
     guarded: Guarded, method: MethodDescriptor, token: str | None
 ) -> None:
     began_s = time.monotonic()
@@ -383,12 +390,49 @@ class SlowCall:
         await self.sent.wait()
 
 
+def context_of(slow: Any) -> admission.Context:
+    rule = admission.Rule.of(METHODS_BY_NAME["Subscribe"])
+    return admission.Context(slow, rule, lambda *_: None, UNTOLD, Receiving(config.load(environment={}, overrides=[])))
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "awaited"),
+    [(["own/"], ["turn", "turn", "at once"]), (["", "own/"], ["at once", "at once", "at once"])],
+)
+async def test_messages_of_a_stream_take_turns_until_its_caller_has_named_a_topic_that_it_may_use(
+    monkeypatch: pytest.MonkeyPatch, prefixes: list[str], awaited: list[str]
+) -> None:
+    slow: Any = SlowCall()
+    call = context_of(slow)
+    call.identity = Identity("own", frozenset(Scope), tuple(prefixes))
+    found: list[str] = []
+
+    async def read() -> bytes:
+        found.append("at once")
+        return b""
+
+    async def in_turn(_: object, read: Callable[[], Awaitable[bytes]]) -> bytes:
+        await read()
+        found[-1] = "turn"
+        return b""
+
+    monkeypatch.setattr(call, "_read", read)
+    monkeypatch.setattr(call.receiving, "in_turn", in_turn)
+    await call.read()
+    with contextlib.suppress(errors.PermissionDenied):
+        call.check_topic("other/t")
+    await call.read()
+    call.check_topic("own/t")
+    await call.read()
+    assert found == awaited
+
+
 async def test_a_call_that_is_ended_while_a_response_is_under_way_ends_behind_it() -> None:
     slow: Any = SlowCall()
-    call = admission.Context(slow, admission.Rule.of(METHODS_BY_NAME["Subscribe"]), lambda *_: None, UNTOLD)
-    serving = asyncio.ensure_future(call.write(b""))
+    call = context_of(slow)
+    serving = call.task = asyncio.ensure_future(call.write(b""))
     await asyncio.sleep(0)
-    call.end(errors.Unavailable("gone"), serving)
+    call.end(errors.Unavailable("gone"))
     await asyncio.sleep(0)
     assert not serving.cancelling()
     slow.sent.set()
@@ -398,7 +442,7 @@ async def test_a_call_that_is_ended_while_a_response_is_under_way_ends_behind_it
 
 async def test_a_call_whose_writer_holds_a_lock_ends_behind_the_response_too() -> None:
     slow: Any = SlowCall()
-    call = admission.Context(slow, admission.Rule.of(METHODS_BY_NAME["Subscribe"]), lambda *_: None, UNTOLD)
+    call = context_of(slow)
     writing = asyncio.Lock()
 
     async def write() -> None:
@@ -414,9 +458,9 @@ async def test_a_call_whose_writer_holds_a_lock_ends_behind_the_response_too() -
             async with writing:
                 await pipeline.end(writer)
 
-    serving = asyncio.ensure_future(serve())
+    serving = call.task = asyncio.ensure_future(serve())
     await asyncio.sleep(0.01)
-    call.end(errors.Unavailable("gone"), serving)
+    call.end(errors.Unavailable("gone"))
     slow.sent.set()
     ended, _ = await asyncio.wait([serving], timeout=60)
     assert ended == {serving}

@@ -30,3 +30,8 @@ async def test_an_owner_that_is_not_known_yet_is_unavailable_and_says_when_to_as
         await edge.caller.unary(LOOKUP, pb.LookupTopicRequest(topic="t"))
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert dict(refused.value.trailing_metadata() or ())["retry-after-ms"] == "750"
+
+
+async def test_the_most_bytes_of_a_request_are_told(edge: Edge, settings: config.Config) -> None:
+    answer = await edge.caller.unary("Cluster/GetVersion", pb.GetVersionRequest())
+    assert answer.message_bytes_max == settings.limits.message_bytes_max == 4 << 20

@@ -15,6 +15,7 @@ import pytest
 
 from daemon import config, errors
 from daemon.grpc_services import row_answers, subscribe
+from daemon.grpc_services.receiving import Receiving
 from daemon.owner.engine import Engine
 from storage_backends.formats.manifest import SubscriptionPolicy
 from storage_backends.memory_store import MemoryStore
@@ -141,6 +142,31 @@ async def test_an_acknowledgement_that_fails_is_answered_in_band(edge: Edge) -> 
     assert (done.request_id, done.error.code) == (3, grpc.StatusCode.UNAVAILABLE.value[0])
 
 
+async def test_held_positions_may_come_in_several_messages(edge: Edge) -> None:
+    await edge.caller.unary("Dispatch/CreateSubscription", pb.CreateSubscriptionRequest(topic="t", subscription="s"))
+    await add(edge, (1, 1, 1), (1, 1, 2), (1, 1, 3))
+    stream = edge.subscribe(edge.caller)
+    columns = {"topic": "t", "subscription": "s", "type": SHARED}
+    for entries, more in (([1], True), ([77, 2], True), ([], True), ([3], False)):
+        held = {
+            "held_ledger_id": [1] * len(entries),
+            "held_entry_id": entries,
+            "held_deliver_at_ms": [1] * len(entries),
+        }
+        await stream.send(pb.SubscribeRequest(open=pb.Open(more_held=more, **columns, **held)))  # type: ignore[arg-type]
+    opened = (await stream.receive()).opened
+    assert (opened.held, list(opened.not_held)) == (3, [1])
+
+
+async def test_what_continues_an_open_has_to_be_one(edge: Edge) -> None:
+    await edge.caller.unary("Dispatch/CreateSubscription", pb.CreateSubscriptionRequest(topic="t", subscription="s"))
+    stream = edge.subscribe(edge.caller)
+    await stream.send(pb.SubscribeRequest(open=pb.Open(topic="t", subscription="s", type=SHARED, more_held=True)))
+    await stream.send(pb.SubscribeRequest(flow=pb.Flow(permits=1)))
+    with pytest.raises(grpc.aio.AioRpcError, match="open: after one with more_held comes flow; it must be open"):
+        await stream.receive()
+
+
 async def test_held_positions_are_in_flight_and_not_sent_again(edge: Edge) -> None:
     await add(edge, (1, 1, 1), (2, 1, 2))
     stream, answer = await opened(
@@ -251,7 +277,8 @@ async def test_what_is_known_of_acknowledgements_comes_before_the_end(
 class _Caller:
     """A caller that takes its next answer when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, receiving: Receiving) -> None:
+        self.receiving = receiving
         self.requests: asyncio.Queue[bytes] = asyncio.Queue()
         self.reads = asyncio.Event()
         self.reads.set()
@@ -288,7 +315,7 @@ async def test_a_row_does_not_come_after_the_answer_to_its_acknowledgement(
         await broken.receive()
         broken.call.cancel()
         await until(lambda: not edge.streams())
-        caller, by_key = _Caller(), kind != SHARED
+        caller, by_key = _Caller(Receiving(settings)), kind != SHARED
         running = asyncio.create_task(subscribe.serve(engine, settings, caller))
         consumers = [pb.Consumer(consumer_id=1, name="c")] if by_key else []
         caller.send(open=pb.Open(topic="t", subscription="s", type=kind, consumers=consumers))

@@ -271,7 +271,7 @@ async def of_topics(calls: Calls) -> None:
     calls.made.add("Cluster/GetVersion")
     version = await calls.edge.caller.unary("Cluster/GetVersion", cluster_pb2.GetVersionRequest())
     assert (version.version, version.api) == (importlib.metadata.version("tarryd"), 1)
-    assert list(version.feature) == ["handout_names", "on_invalid", "retention", "subscribe_many"]
+    assert list(version.feature) == ["handout_names", "on_invalid", "retention", "subscribe_many", "held_more"]
     deleted = await calls.call("Admin/DeleteTopic", admin_pb2.DeleteTopicRequest)
     assert (deleted.rows, deleted.incarnation) == (2, 1)
     with pytest.raises(grpc.aio.AioRpcError) as missing:

@@ -21,7 +21,7 @@ U64 = st.integers(0, (1 << 64) - 1)
 COLUMN = st.lists(U64, max_size=4)
 NO_LEVELS: list[int] = []
 LEVELS = st.just(NO_LEVELS) | st.lists(st.integers(-70, 70) | st.integers(-(1 << 31), (1 << 31) - 1), max_size=4)
-SIZE_BYTES_MAX = 1 << 20
+BOUNDS = parsing.Bounds(size_bytes_max=1 << 20, rows_max=1_000_000)
 HASHES = st.lists(st.integers(0, (1 << 32) - 1), max_size=4)
 
 ADDS = st.builds(
@@ -131,7 +131,7 @@ def unary_add_by_runtime(data: bytes, request_id: int) -> Read | None:
 
 def add_by_bytes(data: bytes) -> Read | None:
     try:
-        request_id, topic, subscription, rows = row_requests.stream_add(data, size_bytes_max=SIZE_BYTES_MAX)
+        request_id, topic, subscription, rows = row_requests.stream_add(data, BOUNDS)
         return of_add(request_id, topic, subscription, rows())
     except errors.InvalidArgument:
         return None
@@ -149,9 +149,7 @@ def unary_add_by_bytes(data: bytes, request_id: int) -> Read | None:
 def read_add(data: bytes) -> tuple[str, str | None, AddRow | AddBatch]:
     """The parts of an add that is a call of its own; its names are checked once."""
     checked: list[tuple[str, str]] = []
-    topic, subscription, rows = row_requests.add(
-        data, size_bytes_max=SIZE_BYTES_MAX, check=lambda *names: checked.append(names)
-    )
+    topic, subscription, rows = row_requests.add(data, BOUNDS, check=lambda *names: checked.append(names))
     assert checked == [(topic, subscription or "")]
     return topic, subscription, rows
 
@@ -175,7 +173,7 @@ def acknowledge_by_runtime(data: bytes) -> Read | None:
 
 def acknowledge_by_bytes(data: bytes) -> Read | None:
     try:
-        read = row_requests.subscribe(data, size_bytes_max=SIZE_BYTES_MAX)
+        read = row_requests.subscribe(data, BOUNDS)
         if isinstance(read, row_requests.Acknowledged):
             return Read(read.request_id, "", None, of_positions(read.positions()))
     except errors.InvalidArgument:
@@ -200,7 +198,7 @@ def nack_by_runtime(data: bytes) -> Read | None:
 
 def nack_by_bytes(data: bytes) -> Read | None:
     try:
-        read = row_requests.subscribe(data, size_bytes_max=SIZE_BYTES_MAX)
+        read = row_requests.subscribe(data, BOUNDS)
         if isinstance(read, row_requests.NegativelyAcknowledged):
             return read_nack(read.request_id, read.nack())
     except errors.InvalidArgument:
@@ -377,7 +375,7 @@ def test_columns_are_the_reader_s_own() -> None:
     """What the engine keeps must not keep the request alive, nor be bound to where it stands in it."""
     add = delayed_delivery_pb2.AddMessagesRequest(topic="t", ledger_id=[1], entry_id=[1, 2], deliver_at_ms=[3, 4])
     data = delayed_delivery_pb2.StreamAddMessagesRequest(request_id=1, add=add).SerializeToString()
-    *_, rows = row_requests.stream_add(data, size_bytes_max=SIZE_BYTES_MAX)
+    *_, rows = row_requests.stream_add(data, BOUNDS)
     batch = rows()
     for column in (batch.ledger_id, batch.entry_id, batch.deliver_at_ms):
         assert column is not None

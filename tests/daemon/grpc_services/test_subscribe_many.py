@@ -11,7 +11,8 @@ import grpc
 import pytest
 
 from daemon import config, errors
-from daemon.grpc_services import subscribe_many
+from daemon.grpc_services import parsing, subscribe_many
+from daemon.grpc_services.receiving import Receiving
 from daemon.grpc_services.subscribe_many import SubscribeManyStream
 from daemon.owner.engine import Engine
 from tarry.v1 import delayed_delivery_pb2
@@ -348,7 +349,8 @@ def test_one_lane_is_bounded_while_others_have_room() -> None:
 class _Caller:
     """A caller that reads nothing until the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, receiving: Receiving) -> None:
+        self.receiving = receiving
         self.requests: asyncio.Queue[bytes] = asyncio.Queue()
         self.reads = asyncio.Event()
         self.received: list[pb.LaneResponse] = []
@@ -386,7 +388,7 @@ async def test_who_does_not_read_is_handed_out_what_is_on_its_way_and_no_more(
     await created(edge, *topics.values())
     for topic in topics.values():
         await add(edge, topic, *range(1_000))
-    caller = _Caller()
+    caller = _Caller(Receiving(settings))
     stream = subscribe_many.SubscribeManyStream(edge.engine, settings, cast(Any, caller), asyncio.Event())
     running = asyncio.create_task(stream.run())
     caller.reads.set()
@@ -430,10 +432,10 @@ def test_requests_are_read_from_their_bytes_as_the_contract_writes_them(given: p
         given.lane, given.request.SerializeToString() if given.HasField("request") else None, given.close
     )
     message = pb.SubscribeManyRequest(requests=[given, given])
-    read = subscribe_many.lane_requests(message.SerializeToString(), size_bytes_max=1_000)
+    read = subscribe_many.lane_requests(message.SerializeToString(), parsing.Bounds(1_000, 1_000))
     assert read == [expected, expected]
     # A field that is there twice, which the runtime merges.
     twice = given.SerializeToString() * 2
     unusual = b"\x0a" + bytes([len(twice)]) + twice
-    (merged,) = subscribe_many.lane_requests(unusual, size_bytes_max=1_000)
+    (merged,) = subscribe_many.lane_requests(unusual, parsing.Bounds(1_000, 1_000))
     assert (merged.lane, merged.close) == (given.lane, given.close)

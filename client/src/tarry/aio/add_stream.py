@@ -42,7 +42,7 @@ class AddStream(futures.FlushedWhenLeft):
             subscription,
             in_flight=in_flight,
             rows_max=known.rows_max,
-            bytes_max=known.bytes_max,
+            bytes_max=lambda: known.bytes_max,
             policy=known.policy,
         )
         name = f"the add stream of topic {topic!r}"

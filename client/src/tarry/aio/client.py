@@ -44,7 +44,9 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
       that the daemon names, and a call to a daemon that is not the owner goes to the owner. After the timeout,
       DeadlineExceeded is raised with the last failure in it; every other failure is raised at once (`tarry.errors`).
     - `retry_policy` sets the back-off.
-    - `rows_per_request` and `request_bytes` are the daemon's limits; longer batches are sent as several requests.
+    - `rows_per_request` is the daemon's limit; longer batches are sent as several requests. So are those of more than
+      `request_bytes`, and of more than a daemon takes, as far as it has said so. None means only the latter, and 4 MiB
+      as long as no daemon has.
     - `tls` encrypts connections to every daemon, except over Unix sockets. None means no encryption.
     - `token`, or `token_file`, which is read again when it changes, identifies the caller to daemons that require it.
       Tokens are sent only over TLS, loopback and Unix sockets, also to an owner that a daemon names; otherwise
@@ -64,7 +66,7 @@ class Client(inspecting.Inspecting, operating.Operating, deleting.Deleting):
         timeout_s: float = credentials.DEFAULT_TIMEOUT_S,
         retry_policy: attempts.RetryPolicy | None = None,
         rows_per_request: int = columns.ROWS_PER_REQUEST_MAX,
-        request_bytes: int = columns.REQUEST_BYTES_MAX,
+        request_bytes: int | None = None,
         client_id: str | None = None,
         tls: credentials.Tls | None = None,
         token: str | None = None,

@@ -369,6 +369,7 @@ class Subscription(Receiver[batch.Batch]):
             subscription,
             permits=permits,
             rows_max=known.rows_max,
+            bytes_max=lambda: known.bytes_max,
             policy=known.policy,
             ack_linger=ack_linger,
         )
@@ -407,6 +408,7 @@ class KeySharedSubscription(Receiver[key_shared.Event]):
             subscription,
             consumers,
             rows_max=known.rows_max,
+            bytes_max=lambda: known.bytes_max,
             policy=known.policy,
             ack_linger=ack_linger,
         )

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tarry.v1 import access_pb2 as tarry_dot_v1_dot_access__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tarry/v1/cluster.proto\x12\x08tarry.v1\x1a\x15tarry/v1/access.proto\"#\n\x12LookupTopicRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"n\n\x13LookupTopicResponse\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x15\n\rowner_address\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0bserved_here\x18\x05 \x01(\x08\"\x13\n\x11GetVersionRequest\"C\n\x12GetVersionResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0b\n\x03\x61pi\x18\x02 \x01(\r\x12\x0f\n\x07\x66\x65\x61ture\x18\x03 \x03(\t2\xb3\x01\n\x07\x43luster\x12W\n\x0bLookupTopic\x12\x1c.tarry.v1.LookupTopicRequest\x1a\x1d.tarry.v1.LookupTopicResponse\"\x0b\xea\xd1\x18\x07\x1a\x05topic\x12O\n\nGetVersion\x12\x1b.tarry.v1.GetVersionRequest\x1a\x1c.tarry.v1.GetVersionResponse\"\x06\xea\xd1\x18\x02 \x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tarry/v1/cluster.proto\x12\x08tarry.v1\x1a\x15tarry/v1/access.proto\"#\n\x12LookupTopicRequest\x12\r\n\x05topic\x18\x01 \x01(\t\"n\n\x13LookupTopicResponse\x12\r\n\x05shard\x18\x01 \x01(\r\x12\x15\n\rowner_address\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0bserved_here\x18\x05 \x01(\x08\"\x13\n\x11GetVersionRequest\"^\n\x12GetVersionResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0b\n\x03\x61pi\x18\x02 \x01(\r\x12\x0f\n\x07\x66\x65\x61ture\x18\x03 \x03(\t\x12\x19\n\x11message_bytes_max\x18\x04 \x01(\x04\x32\xb3\x01\n\x07\x43luster\x12W\n\x0bLookupTopic\x12\x1c.tarry.v1.LookupTopicRequest\x1a\x1d.tarry.v1.LookupTopicResponse\"\x0b\xea\xd1\x18\x07\x1a\x05topic\x12O\n\nGetVersion\x12\x1b.tarry.v1.GetVersionRequest\x1a\x1c.tarry.v1.GetVersionResponse\"\x06\xea\xd1\x18\x02 \x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,7 +43,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETVERSIONREQUEST']._serialized_start=208
   _globals['_GETVERSIONREQUEST']._serialized_end=227
   _globals['_GETVERSIONRESPONSE']._serialized_start=229
-  _globals['_GETVERSIONRESPONSE']._serialized_end=296
-  _globals['_CLUSTER']._serialized_start=299
-  _globals['_CLUSTER']._serialized_end=478
+  _globals['_GETVERSIONRESPONSE']._serialized_end=323
+  _globals['_CLUSTER']._serialized_start=326
+  _globals['_CLUSTER']._serialized_end=505
 # @@protoc_insertion_point(module_scope)

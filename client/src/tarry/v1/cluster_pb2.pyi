@@ -94,10 +94,13 @@ class GetVersionResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     API_FIELD_NUMBER: _builtins.int
     FEATURE_FIELD_NUMBER: _builtins.int
+    MESSAGE_BYTES_MAX_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Of the daemon, shown to people."""
     api: _builtins.int
     """Of the wire: 1."""
+    message_bytes_max: _builtins.int
+    """The most bytes of one request, by which clients cut theirs. 0: the daemon does not say; cut at 4 MiB."""
     @_builtins.property
     def feature(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What there is beyond the first form of the wire, by name; PROTOCOL.md lists them."""
@@ -108,10 +111,11 @@ class GetVersionResponse(_message.Message):
         version: _builtins.str = ...,
         api: _builtins.int = ...,
         feature: _abc.Iterable[_builtins.str] | None = ...,
+        message_bytes_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["api", b"api", "feature", b"feature", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api", b"api", "feature", b"feature", "message_bytes_max", b"message_bytes_max", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -357,11 +357,16 @@ class Open(_message.Message):
     HELD_CONSUMER_ID_FIELD_NUMBER: _builtins.int
     HELD_KEY_HASH_FIELD_NUMBER: _builtins.int
     HELD_REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
+    MORE_HELD_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     subscription: _builtins.str
     type: Global___SubscriptionType.ValueType
     """All open streams of a subscription have one type: ABORTED while another one is open, and for KEY_SHARED while positions
     are leased.
+    """
+    more_held: _builtins.bool
+    """The next message is another `Open`, whose held columns continue these; of it nothing else counts. For more positions
+    than one request holds: together at most 64 MiB. Needs the feature `held_more`.
     """
     @_builtins.property
     def held_ledger_id(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -405,10 +410,11 @@ class Open(_message.Message):
         held_consumer_id: _abc.Iterable[_builtins.int] | None = ...,
         held_key_hash: _abc.Iterable[_builtins.int] | None = ...,
         held_redelivery_count: _abc.Iterable[_builtins.int] | None = ...,
+        more_held: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "held_batch_index", b"held_batch_index", "held_consumer_id", b"held_consumer_id", "held_deliver_at_ms", b"held_deliver_at_ms", "held_entry_id", b"held_entry_id", "held_key_hash", b"held_key_hash", "held_ledger_id", b"held_ledger_id", "held_redelivery_count", b"held_redelivery_count", "subscription", b"subscription", "topic", b"topic", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["consumers", b"consumers", "held_batch_index", b"held_batch_index", "held_consumer_id", b"held_consumer_id", "held_deliver_at_ms", b"held_deliver_at_ms", "held_entry_id", b"held_entry_id", "held_key_hash", b"held_key_hash", "held_ledger_id", b"held_ledger_id", "held_redelivery_count", b"held_redelivery_count", "more_held", b"more_held", "subscription", b"subscription", "topic", b"topic", "type", b"type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -388,7 +388,9 @@ COVERED: dict[type[message.Message], set[str]] = {
     delayed_delivery_pb2.ClearMessagesRequest: _TOPIC_AND_SUBSCRIPTION,
     dispatch_pb2.Open: _TOPIC_AND_SUBSCRIPTION
     | {"type", "held_ledger_id", "held_entry_id", "held_deliver_at_ms", "held_batch_index"}
-    | {"consumers", "held_consumer_id", "held_key_hash", "held_redelivery_count"},
+    | {"consumers", "held_consumer_id", "held_key_hash", "held_redelivery_count"}
+    # `test_dispatch_service` shows what may not follow one.
+    | {"more_held"},
     dispatch_pb2.Flow: {"permits", "consumer_id"},
     dispatch_pb2.Acknowledge: _HANDED_OUT | {"redelivery_count"},
     dispatch_pb2.CreateSubscriptionRequest: _TOPIC_AND_SUBSCRIPTION | {"policy"},

@@ -17,6 +17,7 @@ from daemon.audit_log import AuditLog
 from daemon.auth import Door
 from daemon.grpc_services import delayed_delivery_service, dispatch_service
 from daemon.grpc_services.admission import Admission
+from daemon.grpc_services.receiving import Receiving
 from tests._support.engine_fixture import Daemon, EngineFixture
 
 
@@ -69,6 +70,16 @@ class Call:
         return {}
 
 
+class CallWithOne(Call):
+    """A call whose one request is there."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+
+    async def read(self) -> bytes:
+        return self._request
+
+
 class Served:
     """The calls of one daemon."""
 
@@ -77,7 +88,10 @@ class Served:
         self.machines = machines
         settings = config.load(environment={}, overrides=[])
         admission = Admission(
-            Door(settings.tls, settings.access), AuditLog(settings.access), daemon.metrics.caller_refused
+            Door(settings.tls, settings.access),
+            AuditLog(settings.access),
+            daemon.metrics.caller_refused,
+            Receiving(settings),
         )
         services: dict[Any, dict[str, Any]] = {
             delayed_delivery_service.DESCRIPTOR: delayed_delivery_service.DelayedDelivery(
@@ -93,7 +107,7 @@ class Served:
 
     def call(self, method: str, request: bytes) -> asyncio.Task[bytes]:
         """A call with one request; its answer."""
-        return self.daemon.call(self._handlers[method].unary_unary(request, cast(Any, Call())))
+        return self.daemon.call(self._handlers[method].stream_unary(None, cast(Any, CallWithOne(request))))
 
     def open(self, method: str, *requests: bytes) -> Call:
         """A stream that stays open as long as the daemon."""

@@ -1,0 +1,335 @@
+"""Bytes that are received and not decided are bounded over all calls."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import types
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from daemon import config, errors
+from daemon.grpc_services import parsing, receiving
+from daemon.grpc_services.receiving import Receiving
+from daemon.owner.engine import Engine
+from tarry.packed_fields import nested, tag_bytes
+from tarry.v1 import delayed_delivery_pb2 as pb
+from tests._support.virtual_loop import VirtualLoop
+from tests.daemon.grpc_services.conftest import Edge, serving
+
+ARRIVAL_S = 30.0
+OVERRIDES = ("grpc.listen=127.0.0.1:0", "grpc.drain_s=0")
+# Half of it is for two messages of 1 MiB and their room
+TWO_TURNS = ("grpc.received_bytes_max=8388608", "limits.message_bytes_max=1048576")
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A call whose message comes when the test says so."""
+
+    caller: str
+    ended: errors.TarryError | None = None
+    task: asyncio.Task[object] | None = None
+
+    def __post_init__(self) -> None:
+        self.is_awaited = False
+        self.message: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_ending(self) -> bool:
+        return self.ended is not None
+
+    def end(self, why: errors.TarryError) -> None:
+        self.ended = why
+        assert self.task is not None
+        self.task.cancel()
+
+    async def read(self) -> object:
+        self.is_awaited = True
+        return await self.message
+
+
+@dataclasses.dataclass
+class Turns:
+    receiving: Receiving
+
+    async def begun(self, *callers: str) -> list[Call]:
+        """Calls whose message is to be received, in this order."""
+        calls = [Call(caller) for caller in callers]
+        for call in calls:
+            call.task = asyncio.create_task(self.receiving.in_turn(call, call.read))
+        await self.settled()
+        return calls
+
+    async def settled(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+def awaited(calls: list[Call]) -> list[bool]:
+    return [call.is_awaited for call in calls]
+
+
+def in_virtual_time(story: Callable[[Turns], Coroutine[Any, Any, None]]) -> None:
+    loop = VirtualLoop()
+    try:
+        turns = Turns(Receiving(config.load(environment={}, overrides=list(TWO_TURNS))))
+        loop.run_until_complete(story(turns))
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+    finally:
+        loop.close()
+
+
+def test_a_call_that_finds_no_turn_is_not_read_until_a_message_is_whole() -> None:
+    async def story(turns: Turns) -> None:
+        calls = await turns.begun("a", "a", "b", "b")
+        assert awaited(calls) == [True, True, False, False]
+        calls[1].message.set_result(b"")
+        await turns.settled()
+        assert awaited(calls) == [True, True, True, False]
+
+    in_virtual_time(story)
+
+
+def test_the_next_turn_goes_to_the_caller_with_the_fewest() -> None:
+    async def story(turns: Turns) -> None:
+        calls = await turns.begun("greedy", "greedy", "greedy", "greedy", "modest")
+        calls[0].message.set_result(b"")
+        await turns.settled()
+        assert awaited(calls) == [True, True, False, False, True]
+
+    in_virtual_time(story)
+
+
+def test_a_call_that_left_while_it_waited_takes_no_turn() -> None:
+    async def story(turns: Turns) -> None:
+        calls = await turns.begun("a", "a", "b", "c")
+        assert calls[2].task is not None
+        calls[2].task.cancel()
+        await turns.settled()
+        calls[0].message.set_result(b"")
+        await turns.settled()
+        assert awaited(calls) == [True, True, False, True]
+
+    in_virtual_time(story)
+
+
+def test_a_message_that_stalls_ends_its_call_after_its_time() -> None:
+    async def story(turns: Turns) -> None:
+        (call,) = await turns.begun("a")
+        await asyncio.sleep(ARRIVAL_S - 1)
+        assert call.ended is None
+        await asyncio.sleep(2)
+        assert isinstance(call.ended, errors.Unavailable)
+        assert str(call.ended) == "no whole message arrived within 30 s; nothing was changed"
+
+    in_virtual_time(story)
+
+
+def test_while_others_wait_stalled_messages_of_the_caller_with_the_most_turns_end_first() -> None:
+    async def story(turns: Turns) -> None:
+        turns.receiving = Receiving(
+            config.load(environment={}, overrides=["grpc.received_bytes_max=12582912", TWO_TURNS[1]])
+        )
+        held = await turns.begun("modest", "greedy", "greedy")
+        await asyncio.sleep(5)
+        assert not any(call.is_ending for call in held)
+        (late,) = await turns.begun("modest")
+        assert not late.is_awaited
+        await asyncio.sleep(2 * receiving.SWEEP_S)
+        assert late.is_awaited
+        assert [call.is_ending for call in held] == [False, True, False]
+        refused = held[1].ended
+        assert isinstance(refused, errors.QuotaExceeded)
+        assert refused.retry_after_ms == receiving.RETRY_MS
+        assert "grpc.received_bytes_max" in str(refused)
+
+    in_virtual_time(story)
+
+
+def test_too_many_waiting_calls_are_refused() -> None:
+    async def story(turns: Turns) -> None:
+        *_, last, refused = await turns.begun(*["a"] * (2 + 64 + 1))
+        assert last.task is not None
+        assert not last.task.done()
+        assert refused.task is not None
+        with pytest.raises(errors.QuotaExceeded, match=r"grpc\.received_bytes_max limits them"):
+            await refused.task
+
+    in_virtual_time(story)
+
+
+def test_nothing_is_received_while_half_the_budget_is_not_decided() -> None:
+    async def story(turns: Turns) -> None:
+        turns.receiving.received(4 << 20)
+        (call,) = await turns.begun("a")
+        room = asyncio.create_task(turns.receiving.room())
+        await turns.settled()
+        assert not call.is_awaited
+        assert not room.done()
+        turns.receiving.decided(1)
+        await turns.settled()
+        assert call.is_awaited
+        assert room.done()
+
+    in_virtual_time(story)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_memory_is_given_back_when_large_messages_were_received_or_broke_off(is_whole: bool) -> None:
+    given_back: list[float] = []
+
+    async def story(turns: Turns) -> None:
+        loop = asyncio.get_running_loop()
+        turns.receiving = Receiving(
+            config.load(environment={}, overrides=list(TWO_TURNS)), lambda: given_back.append(loop.time())
+        )
+        for _ in range(receiving.GIVE_BACK_BYTES // receiving.LARGE_BYTES):
+            (call,) = await turns.begun("a")
+            if is_whole:
+                call.message.set_result(b"")
+                turns.receiving.received(receiving.LARGE_BYTES)
+                turns.receiving.decided(receiving.LARGE_BYTES)
+            else:
+                call.end(errors.Unavailable("gone"))
+            await turns.settled()
+        assert given_back == []
+        await asyncio.sleep(1)
+        assert len(given_back) == 1
+
+    in_virtual_time(story)
+
+
+def test_a_request_of_several_messages_is_one_of_its_kind_and_has_to_come_in_time() -> None:
+    async def story(turns: Turns) -> None:
+        begun: list[str] = []
+
+        async def long(name: str) -> None:
+            async with turns.receiving.long_request("open"):
+                begun.append(name)
+                await asyncio.Event().wait()
+
+        first, second = asyncio.create_task(long("first")), asyncio.create_task(long("second"))
+        await asyncio.sleep(ARRIVAL_S - 1)
+        assert begun == ["first"]
+        await asyncio.sleep(2)
+        assert begun == ["first", "second"]
+        with pytest.raises(errors.Unavailable, match="open was not whole within 30 s"):
+            await first
+        second.cancel()
+
+    in_virtual_time(story)
+
+
+# The bytes before they are parsed.
+
+
+class Unparsed:
+    """A message that must not be parsed."""
+
+    DESCRIPTOR = pb.CancelMessagesRequest.DESCRIPTOR
+
+    @staticmethod
+    def FromString(data: bytes) -> object:
+        raise AssertionError(f"{len(data)} bytes were parsed")
+
+
+@pytest.mark.parametrize("column", ["entry_id", "ledger_id"])
+def test_too_many_rows_are_refused_before_they_are_parsed(column: str) -> None:
+    rows: Any = {column: range(11)}
+    data = pb.CancelMessagesRequest(topic="t", **rows).SerializeToString()
+    unparsed: Any = Unparsed
+    with pytest.raises(errors.InvalidArgument, match=f"^{column} has 11 rows; a request must have 1 to 10$"):
+        parsing.parse(unparsed, data, parsing.Bounds(1_000, 10))
+    with pytest.raises(AssertionError):
+        parsing.parse(unparsed, data, parsing.Bounds(1_000, 11))
+
+
+def test_what_is_too_large_is_refused_with_the_setting_to_raise() -> None:
+    with pytest.raises(errors.InvalidArgument, match=r"11 bytes, the limit is 10; .* limits\.message_bytes_max"):
+        parsing.parse(pb.CancelMessagesRequest, bytes(11), parsing.Bounds(10, 10))
+
+
+# The edge: calls whose message does not come. gRPC cannot tell them from calls with a stream of requests.
+
+
+async def never() -> Any:
+    await asyncio.Event().wait()
+    yield b""
+
+
+async def outcome(edge: Edge, call: str, **named: Any) -> grpc.StatusCode:
+    method: Any = edge.caller.channel.stream_unary(f"/{call}")
+    try:
+        await method(never(), timeout=60, **named)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("call", ["tarry.v1.DelayedDelivery/AddMessages", "grpc.health.v1.Health/Check"])
+async def test_a_request_that_does_not_come_ends_its_call(engine: Engine, call: str) -> None:
+    soon = config.load(environment={}, overrides=[*OVERRIDES, "grpc.request_arrival_s=1"])
+    async with serving(engine, soon) as edge:
+        assert await outcome(edge, call) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_stream_of_who_may_use_every_topic_may_be_silent(engine: Engine) -> None:
+    soon = config.load(environment={}, overrides=[*OVERRIDES, "grpc.request_arrival_s=1"])
+    async with serving(engine, soon) as edge:
+        stream = edge.caller.stream("DelayedDelivery/StreamAddMessages")
+        await asyncio.sleep(1.5)
+        add = pb.AddMessagesRequest(topic="t", ledger_id=[1], entry_id=[1], delay_ms=[60_000])
+        await stream.send(pb.StreamAddMessagesRequest(request_id=7, add=add))
+        assert (await stream.receive()).request_id == 7
+
+
+@pytest.mark.parametrize("kind", ["unary", "stream"])
+@pytest.mark.parametrize("refused_for", ["rows", "name", "text"])
+async def test_a_refused_request_is_kept_by_nobody(
+    engine: Engine, settings: config.Config, kind: str, refused_for: str
+) -> None:
+    """Not even until the next collection of cycles, which large requests do not bring nearer."""
+    add = pb.AddMessagesRequest(
+        topic="x" * 1025 if refused_for == "name" else "t",
+        ledger_id=[1],
+        entry_id=range(1001 if refused_for == "rows" else 1000),
+        delay_ms=[60_000],
+    ).SerializeToString()
+    if refused_for == "text":
+        add += nested(tag_bytes(pb.AddMessagesRequest)["topic"], b"\xff")
+    streamed = pb.StreamAddMessagesRequest(request_id=1).SerializeToString()
+    streamed += nested(tag_bytes(pb.StreamAddMessagesRequest)["add"], add)
+    async with serving(engine, settings) as edge:
+        gc.collect()
+        gc.disable()
+        try:
+            if kind == "unary":
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await edge.caller.unary("DelayedDelivery/AddMessages", add)
+                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            else:
+                stream = edge.caller.stream("DelayedDelivery/StreamAddMessages")
+                await stream.send(streamed)
+                assert (await stream.receive()).error.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+                await stream.end()
+            await asyncio.sleep(0.05)
+            frames = [each for each in gc.get_objects() if isinstance(each, types.FrameType)]
+            held = [frame.f_code.co_qualname for frame in frames if _has_large_bytes(frame)]
+        finally:
+            gc.enable()
+    assert held == []
+
+
+def _has_large_bytes(frame: types.FrameType) -> bool:
+    """A frame of the daemon that has a request of these tests."""
+    if "/daemon/grpc_services/" not in frame.f_code.co_filename or "/tests/" in frame.f_code.co_filename:
+        return False
+    return any(isinstance(value, bytes) and len(value) > 7_000 for value in frame.f_locals.values())
