@@ -502,7 +502,13 @@ class Pass:
     async def _look_at_topics(self) -> AsyncIterator[None]:
         served = {topic.core.topic_id: name for name, topic in self._shard.topics.items()}
         listed = {} if self._listing is None else self._listing.topics
-        topic_ids = list(dict.fromkeys((*served, *listed, *self._unserved)))
+        # The newest manifests of a topic that is damaged, or not loaded yet, may be lost: then nothing is garbage.
+        unsure = self._shard.loading
+        topic_ids = [
+            topic_id
+            for topic_id in dict.fromkeys((*served, *listed, *self._unserved))
+            if topic_id in served or not (topic_id in unsure.damaged or unsure.knows(topic_id))
+        ]
         self.topics = len(topic_ids)
         for start in range(0, len(topic_ids), TOPICS_AT_ONCE):
             known = {

@@ -28,6 +28,7 @@ from daemon.owner import collection_pass, heartbeat
 from daemon.owner.collection_pass import Halted, Pass, Wish
 from daemon.owner.heartbeat import Heartbeat
 from daemon.owner.takeover import Fences
+from daemon.owner.traces import Traces
 from daemon.runtime.environment import Environment
 from daemon.shard.shard import ServedShard
 from storage_backends import commit, log_fence, object_store
@@ -65,6 +66,7 @@ class LogCollection:
         self._manifests = manifests
         self._living = living
         self._environment = environment
+        self._traces = Traces(environment.store, logs, lambda: heartbeat.read_heartbeats(environment.store))
         # Logs that have no end and that no manifest names
         self._told: dict[str, _Told] = {}
 
@@ -107,9 +109,12 @@ class LogCollection:
         if not ends:
             return []
         named: set[str] = set()
-        for manifests in self._manifests:
+        for shard, manifests in enumerate(self._manifests):
             tip = manifests.read_tip()
-            if tip is not None:
+            if tip is None:
+                # A shard that has lost its manifests may need any log.
+                self._traces.check_new(shard)
+            else:
                 named.update(each.log_id for each in tip.manifest.ranges)
         unnamed = sorted(ends.keys() - named)
         for log_id in unnamed:

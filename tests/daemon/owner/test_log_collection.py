@@ -12,6 +12,7 @@ import pytest
 from daemon.owner import garbage_collection
 from daemon.owner.garbage_collection import LogCollection
 from daemon.owner.heartbeat import Heartbeat
+from daemon.owner.traces import Traces
 from storage_backends import object_store
 from storage_backends.file_log import FileLogs
 from storage_backends.formats import names
@@ -311,6 +312,8 @@ def the_manifests_are_read_first(patch: pytest.MonkeyPatch) -> None:
             self._manifests = manifests
 
     patch.setattr(LogCollection, "_delete_dead", delete)
+    # It finds most of what this bug would do, but not all.
+    patch.setattr(Traces, "check_new", lambda traces, shard: None)
 
 
 async def test_manifests_that_are_read_before_the_ends_are_found(

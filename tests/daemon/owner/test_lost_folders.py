@@ -14,7 +14,7 @@ from tests._support.engine_fixture import Daemon, EngineFixture
 
 SHARDS, SHARD = 4, 2
 SEVERAL = (f"daemon.shards={SHARDS}", "collection.interval_s=86400")
-FAR_MS = 50_000_000
+FAR_MS = 50_000_000_000
 TOPICS = [
     next(name for name in (f"t{number}" for number in range(1000)) if names.shard_of(name, SHARDS) == shard)
     for shard in range(SHARDS)
@@ -147,6 +147,36 @@ async def test_a_topic_that_has_lost_its_manifests_is_damage_and_no_new_topic(
         machines.store.put(key, body)
     await asyncio.sleep(LOOKED_S)
     assert pending(three, TOPIC, BESIDE) == [2, 3]
+
+
+COLLECTED = (
+    "collection.interval_s=60",
+    "collection.orphan_interval_s=60",
+    "collection.orphan_age_s=60",
+    "collection.grace_s=0",
+)
+
+
+@pytest.mark.parametrize("lost", ["newest manifest of a topic", "manifests of a shard"])
+async def test_what_has_lost_its_manifests_loses_nothing_to_collection_until_they_are_restored(
+    machines: EngineFixture, lost: str
+) -> None:
+    await with_rows(machines, orderly=True)
+    topic = machines.keys(names.topic_manifest_prefix(SHARD, names.topic_id(TOPIC)))[-1]
+    gone = lose(machines, topic if lost.startswith("newest") else names.shard_manifest_prefix(SHARD))
+    two = await machines.served_by("one", *SEVERAL, *COLLECTED)
+    for _ in range(3):
+        for each in TOPICS:
+            if each != TOPIC:
+                await two.add(each, 7, range(1), delay_ms=FAR_MS)
+        await asyncio.sleep(400)
+    for key, body in gone.items():
+        machines.store.put(key, body)
+    await asyncio.sleep(LOOKED_S)
+    assert two.topic(TOPIC).core.index.pending_rows == 2
+    assert two.topic(BESIDE).core.index.pending_rows == 2
+    three = await machines.served_by("one", *SEVERAL)
+    assert pending(three, TOPIC, BESIDE) == [2, 2]
 
 
 async def test_a_topic_that_was_deleted_is_not_missed(machines: EngineFixture) -> None:
