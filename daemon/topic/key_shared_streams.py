@@ -199,6 +199,8 @@ class KeySharedStream(OpenStream):
         self._consumer_ids: dict[int, int] = {}
         # Columns of the numbers and the ids, by ascending number
         self._columns: tuple[U32, U32] | None = None
+        # The consumers of rows that were taken back, in what was taken from the outbox last
+        self._being_told: U32 | None = None
 
     @property
     def holders(self) -> Collection[int]:
@@ -284,6 +286,7 @@ class KeySharedStream(OpenStream):
         """Wait for the next outgoing item. Raises as `DispatchStream.next_messages`."""
         while True:
             self._check_open()
+            self._were_told()
             self.outbox.pass_marks()
             # Rows that a successor may have delivered since wait here.
             if self.outbox and self._topic.may_send and self.outlet.takes(self):
@@ -292,6 +295,12 @@ class KeySharedStream(OpenStream):
                     return outgoing
             else:
                 await self._change()
+
+    def _were_told(self) -> None:
+        """Let others have the hashes of rows that were taken back, since what was taken is out."""
+        if self._being_told is not None:
+            self._sharing.told(self._being_told)
+            self._being_told = None
 
     def _take(self) -> Outgoing | None:
         """Return the next outgoing item, or None if nothing of it goes out any longer."""
@@ -304,6 +313,8 @@ class KeySharedStream(OpenStream):
             numbers = np.where(held, item.numbers, np.uint32(0))
             return Planned(self.epoch, item.request_id, self._consumer_ids_of(numbers))
         rows, numbers = item.columns()
+        if item.taken_back:
+            self._being_told = numbers
         goes = self.outbox.were_sent(rows) if item.taken_back else self._still_held(rows, numbers)
         consumer_ids = self._consumer_ids_of(numbers)
         goes &= consumer_ids != 0
@@ -543,6 +554,12 @@ class SharingRounds:
         for number, rows in zip(*(column.tolist() for column in np.unique(numbers, return_counts=True)), strict=True):
             if self.has(number):
                 self.grant(number, rows)
+
+    def told(self, numbers: U32) -> None:
+        """Record that consumers, named once for each row, have been told what was taken back from them first."""
+        shared = self._open()
+        shared.key_shared.told(numbers)
+        self._ask(shared)
 
     def set_full(self, stream: KeySharedStream, *, is_full: bool) -> None:
         """Set whether the stream accepts nothing more for now."""

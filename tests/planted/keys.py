@@ -15,6 +15,7 @@ from daemon.core.decisions.key_shared_backlogs import KeySharedBacklogs
 from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.indexes import Indexes
 from daemon.core.index.position_keys import KeyedRows, Mask
+from daemon.core.key_shared.draining_hashes import HashHolds
 from daemon.topic.key_shared_streams import KeySharedStream
 from tests.planted.bug import Bug
 from tests.simulation.run import Directed
@@ -65,9 +66,14 @@ def what_waits_to_be_sent_is_sent_though_it_has_left(patch: pytest.MonkeyPatch) 
     patch.setattr(KeySharedStream, "_still_held", all_held)
 
 
+def others_receive_a_key_before_its_consumer_is_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HashHolds, "taken_back", HashHolds.returned)
+
+
 BUGS = (
     Bug("key order", what_is_not_read_holds_up_nothing, UNREAD, seed=10),
     Bug("key order", rows_are_fed_beside_what_is_not_read, UNREAD, seed=10),
     Bug("key order", a_backlog_is_read_beyond_what_is_not_passed, UNREAD, seed=10),
     Bug("hand-outs", what_waits_to_be_sent_is_sent_though_it_has_left, HANDED_BACK, seed=4),
+    Bug("key order", others_receive_a_key_before_its_consumer_is_told, seed=186),
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
@@ -47,6 +48,18 @@ class Watcher(Protocol):
     def returned(self, rows: KeyedRows, dispatchers: U32) -> None:
         """Note rows that left otherwise: nothing has to become durable."""
         ...
+
+    def taken_back(self, rows: KeyedRows, dispatchers: U32) -> None:
+        """Note rows that left while their dispatchers do not know it yet."""
+        ...
+
+
+class _Leaving(enum.Enum):
+    """Why rows leave the table, see `Watcher`."""
+
+    CLAIMED = enum.auto()
+    RETURNED = enum.auto()
+    TAKEN_BACK = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -201,7 +214,7 @@ class InFlight:
                 continue
             if parts is not None:
                 parts.append(_Taken(hits + taken, run.rows.take(places)))
-            self._leave(run, places, are_claimed=True)
+            self._leave(run, places, _Leaving.CLAIMED)
             found[taken:][hits] = True
             if found.all():
                 break
@@ -228,7 +241,7 @@ class InFlight:
                 self._living -= end - taken
                 self._leave_one(batch.dispatcher, end - taken)
             else:
-                self._left(mine, batch.dispatchers, are_claimed=True)
+                self._left(mine, batch.dispatchers, _Leaving.CLAIMED)
             if parts is not None:
                 parts.append(_Taken(np.arange(taken, end), mine))
             taken = end
@@ -279,7 +292,7 @@ class InFlight:
         if not holders:
             return KeyedRows.empty()
         among = np.array(holders, np.uint32)
-        rows, _ = self._take_from_runs(lambda _, dispatchers: np.isin(dispatchers, among))
+        rows, _ = self._take_from_runs(lambda _, dispatchers: np.isin(dispatchers, among), _Leaving.RETURNED)
         return KeyedRows.concat([*self._take_from_batches(among), rows])
 
     def _take_from_batches(self, dispatchers: U32) -> list[KeyedRows]:
@@ -305,7 +318,7 @@ class InFlight:
             if (left := batch.without(chosen)) is not None:
                 kept[left[0]] = left[1]
         self._batches = kept
-        self._left(KeyedRows.concat(taken), np.concatenate([np.empty(0, np.uint32), *whose]), are_claimed=False)
+        self._left(KeyedRows.concat(taken), np.concatenate([np.empty(0, np.uint32), *whose]), _Leaving.RETURNED)
         return taken
 
     def take_keys(self, keys: BitMap64) -> KeyedRows:
@@ -332,7 +345,7 @@ class InFlight:
                 break
             del self._batches[first_key]
             batch = batch.living
-            self._left(batch.rows, batch.dispatchers, are_claimed=True)
+            self._left(batch.rows, batch.dispatchers, _Leaving.CLAIMED)
             taken.append(batch.rows)
             rows += len(batch.rows)
         for run in self._runs:
@@ -344,7 +357,7 @@ class InFlight:
             chosen = np.flatnonzero(overdue)[: limit - rows]
             taken.append(run.rows.take(chosen))
             rows += len(chosen)
-            self._leave(run, chosen, are_claimed=True)
+            self._leave(run, chosen, _Leaving.CLAIMED)
             run.oldest_ms = int(run.since_ms[run.alive].min()) if run.living else 0
         self._runs = [run for run in self._runs if run.living]
         return KeyedRows.concat(taken)
@@ -407,32 +420,42 @@ class InFlight:
         dispatchers; some of the rows have left already.
         """
         self._sort_all_in()
-        return self._take_from_runs(condition)
+        return self._take_from_runs(condition, _Leaving.RETURNED)
 
-    def _take_from_runs(self, condition: Callable[[KeyedRows, U32], Mask]) -> tuple[KeyedRows, U32]:
+    def take_back_where(self, condition: Callable[[KeyedRows, U32], Mask]) -> tuple[KeyedRows, U32]:
+        """Remove positions as `take_where`, of which their dispatchers have to be told."""
+        self._sort_all_in()
+        return self._take_from_runs(condition, _Leaving.TAKEN_BACK)
+
+    def _take_from_runs(self, condition: Callable[[KeyedRows, U32], Mask], leaving: _Leaving) -> tuple[KeyedRows, U32]:
         taken, holders = [], [np.empty(0, np.uint32)]
         for run in self._runs:
             chosen = np.flatnonzero(condition(run.rows, run.dispatcher) & run.alive)
             if len(chosen):
                 taken.append(run.rows.take(chosen))
                 holders.append(run.dispatcher[chosen])
-                self._leave(run, chosen, are_claimed=False)
+                self._leave(run, chosen, leaving)
         self._runs = [run for run in self._runs if run.living]
         return KeyedRows.concat(taken), np.concatenate(holders)
 
-    def _leave(self, run: _Run, places: Places, *, are_claimed: bool) -> None:
+    def _leave(self, run: _Run, places: Places, leaving: _Leaving) -> None:
         run.alive[places] = False
         run.living -= len(places)
         left = run.rows.take(places) if self.watcher is not None else None
-        self._left(left, run.dispatcher[places], are_claimed=are_claimed)
+        self._left(left, run.dispatcher[places], leaving)
 
-    def _left(self, rows: KeyedRows | None, dispatchers: U32, *, are_claimed: bool) -> None:
+    def _left(self, rows: KeyedRows | None, dispatchers: U32, leaving: _Leaving) -> None:
         """Count rows out and call the watcher with `rows`, which is None if there is no watcher."""
         self._living -= len(dispatchers)
         self._count_left(dispatchers)
         if self.watcher is not None and rows is not None and len(rows):
-            tell = self.watcher.claimed if are_claimed else self.watcher.returned
-            tell(rows, dispatchers)
+            match leaving:
+                case _Leaving.CLAIMED:
+                    self.watcher.claimed(rows, dispatchers)
+                case _Leaving.RETURNED:
+                    self.watcher.returned(rows, dispatchers)
+                case _Leaving.TAKEN_BACK:
+                    self.watcher.taken_back(rows, dispatchers)
 
     def _count_left(self, dispatchers: U32) -> None:
         for number, held_rows in _counted(dispatchers):

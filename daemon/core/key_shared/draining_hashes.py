@@ -6,13 +6,16 @@ recorded when hash slots move: since held positions are always counted, comparin
 drain.
 
 `HashHolds` keeps a hash with its consumer also while a decision on its rows is staged. Otherwise a crash would
-redeliver them after rows that another consumer received meanwhile.
+redeliver them after rows that another consumer received meanwhile. It also keeps it until the consumer has been told
+which of its rows were taken back, since until then it works on them.
 
 Memory: 11 bytes a hash slot, 704 KiB if all are in use, which is 72 bytes for each of 10,000 draining hashes. Pages of
 the arrays that were never written cost nothing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -147,6 +150,8 @@ class HashHolds:
         self._consumers = consumers
         # Rows that were in flight and for which a decision is staged
         self._leaving = InFlight()
+        # Number -> the hash slots of rows that were taken back without its knowledge, in the order of telling
+        self._untold: dict[int, U16] = {}
 
     # ---- the watcher of IN_FLIGHT
 
@@ -158,6 +163,35 @@ class HashHolds:
 
     def returned(self, rows: KeyedRows, dispatchers: U32) -> None:
         self.draining.settled(slots_of(rows.key_hash()), self._consumers.ordinals_of(dispatchers))
+
+    def taken_back(self, rows: KeyedRows, dispatchers: U32) -> None:
+        slots = slots_of(rows.key_hash())
+        for number in np.unique(dispatchers).tolist():
+            untold = self._untold.get(number, np.empty(0, np.uint16))
+            self._untold[number] = np.concatenate([untold, slots[dispatchers == number]])
+
+    # ---- rows that were taken back
+
+    def told(self, numbers: U32) -> None:
+        """Release the rows that were taken back first, one for each time that a consumer is named.
+
+        Consumers that have left have none.
+        """
+        for number, rows in zip(*(column.tolist() for column in np.unique(numbers, return_counts=True)), strict=True):
+            self._release(number, rows)
+
+    def leave(self, numbers: Collection[int]) -> None:
+        """Release all rows that were taken back from consumers that are about to leave."""
+        for number in numbers:
+            self._release(number, None)
+
+    def _release(self, number: int, rows: int | None) -> None:
+        slots = self._untold.pop(number, None)
+        if slots is None:
+            return
+        if len(slots[:rows]) < len(slots):
+            self._untold[number] = slots[rows:]
+        self.draining.settled(slots[:rows], self._consumers.ordinal_of(number))
 
     # ---- decisions
 

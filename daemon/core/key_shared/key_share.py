@@ -251,6 +251,8 @@ class KeyShared:
 
     def _dismiss(self, numbers: Collection[int]) -> KeyedRows:
         held = self._in_flight.take_dispatchers(numbers)
+        if self.holds is not None:
+            self.holds.leave(numbers)
         ordinals = [self.consumers.ordinal_of(number) for number in numbers]
         self.selector.leave(ordinals)
         self.consumers.leave(numbers)
@@ -539,7 +541,8 @@ class KeyShared:
     def take_back(self) -> list[Assigned]:
         """Take back rows that consumers hold after rows that were NACKED since the last call.
 
-        Call this when a request with such rows is decided as a whole, before anything else happens.
+        Call this when a request with such rows is decided as a whole, before anything else happens. With draining
+        hashes, other consumers receive nothing of their hashes until `told`.
         """
         if self.nacks is None or not self._take_back_behind:
             return []
@@ -548,6 +551,14 @@ class KeyShared:
         assigned = self._by_stream(rows, numbers)
         self.back(rows)
         return assigned
+
+    def told(self, numbers: U32) -> None:
+        """Record that consumers, each named once for each row, know of the rows that were taken back from them first.
+
+        Those that have left may be among them.
+        """
+        if self.holds is not None:
+            self.holds.told(numbers)
 
     def are_kept_back(self, rows: KeyedRows) -> Mask:
         """Return the mask of rows that no request may name for now, see `nack_blocks`.

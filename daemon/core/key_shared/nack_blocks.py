@@ -193,7 +193,7 @@ class BlockingNacks:
             behind[chosen] = are_greater(self._order.columns(held.take(chosen)), [column[there] for column in firsts])
             return behind
 
-        taken, holders = self._in_flight.take_where(are_behind)
+        taken, holders = self._in_flight.take_back_where(are_behind)
         self.taken_back |= bitmap_of(taken.keys)
         return taken, holders
 

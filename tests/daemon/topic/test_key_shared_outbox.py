@@ -8,11 +8,21 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from storage_backends.formats.manifest import KeySharedPolicy, NackOrder
+from storage_backends.formats.manifest import HashSelector, KeySharedPolicy, NackOrder
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.outcomes import ignored_by
 from tests.daemon._support.calling import clear, stats
-from tests.daemon._support.key_dispatching import KeyDispatcher, Sent, add, consumer, open_by_key, planned, sticky
+from tests.daemon._support.key_dispatching import (
+    HASHES,
+    KeyDispatcher,
+    Sent,
+    add,
+    by_key,
+    consumer,
+    open_by_key,
+    planned,
+    sticky,
+)
 from tests.daemon._support.nacking import claims, constant, nack
 from tests.daemon.topic._support.full_outlet import FullOutlet
 
@@ -164,6 +174,31 @@ async def _marked(shared: KeyDispatcher, entry: int) -> None:
 
 
 # ---- several streams
+
+
+async def test_a_key_comes_to_another_stream_once_the_former_one_was_told_what_was_taken_back(
+    machines: EngineFixture,
+) -> None:
+    one = await machines.served_by("one")
+    policy = by_key(selector=HashSelector.AUTO_SPLIT, nack_order=NackOrder.BLOCK_KEY)
+    former = await open_by_key(one, [consumer(1)], policy=policy)
+    await add(one, 1, range(4), [7, HASHES - 1] * 2)
+    rows = await former.next(4)
+    other = await open_by_key(one, [consumer(1)])
+    sharing = other.stream.state.key_shared
+    assert sharing is not None
+    moved = [each for each in rows if sharing.selector.owners[each.row.key_hash] == 2]
+    former.stream.outlet = outlet = FullOutlet()
+    nacked = former.nack(moved[:1], 100)
+    await one.until(lambda: len(former.stream.state.in_flight) == 2)
+    assert await other.nothing_more(for_s=3), "the former consumer works on the second one"
+    former.going_on.clear()
+    outlet.make_room()
+    assert await other.nothing_more(), "it is being written"
+    former.going_on.set()
+    assert [each.entry for each in await other.next(2)] == [each.entry for each in moved]
+    assert [each.entry for each in former.taken_back] == [moved[1].entry]
+    assert (await nacked).ignored == 0
 
 
 async def test_of_a_message_that_waits_only_what_left_is_not_sent(machines: EngineFixture) -> None:

@@ -47,7 +47,7 @@ class Watching:
         for key, number in zip(rows.keys.tolist(), dispatchers.tolist(), strict=True):
             assert self.held.pop(key) == number
 
-    returned = claimed
+    returned = taken_back = claimed
 
 
 def rows_of(chosen: list[int], deliver_at_ms: list[int]) -> KeyedRows:

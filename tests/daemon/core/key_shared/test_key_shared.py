@@ -7,6 +7,7 @@ import pytest
 
 from daemon.core.decisions.departures import LedgerRanges
 from daemon.core.key_shared import key_share
+from daemon.core.key_shared.hash_slots import HASH_SLOTS
 from daemon.errors import QuotaExceeded
 from storage_backends.formats.manifest import HashSelector, KeyOrder, KeySharedPolicy, NackOrder, SubscriptionPolicy
 from tests.daemon.core._support import nacking
@@ -323,7 +324,8 @@ def test_rows_that_leave_by_a_decision_leave_nothing_behind(how: str, policy: Ke
     delivered = topic.hand_out_now()
     assert len(delivered) == 4
     nacking.nack(topic, topic.state, [(delivered[0].at, delivered[0].deliver_at_ms)], 60_000)
-    topic.taken_back()
+    if taken := topic.taken_back():
+        topic.shared.told(np.array([each.consumer for each in taken], np.uint32))
     topic.plan(topic.stream, [((2, 1), first)])
     topic.seal(near_ms=topic.now_ms + 1)
     topic.stage_acknowledge(topic.state, [(delivered[2].at, delivered[2].deliver_at_ms)])
@@ -360,6 +362,27 @@ def test_a_consumer_that_leaves_with_staged_acknowledgements_holds_their_hashes_
     topic.commit()
     (again,) = topic.hand_out_now()
     assert (again.at, again.consumer) == (second, two)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_hash_stays_with_who_does_not_know_yet_what_was_taken_back(leaves: bool) -> None:
+    topic = SharedTopic(consumers=1, policy=BLOCK_KEY, permits=10)
+    (one,) = topic.numbers
+    topic.due([7, HASH_SLOTS - 1] * 2)
+    delivered = topic.hand_out_now()
+    (two,) = topic.join_on(topic.open_stream(), 1, permits=10)
+    (hash_slot,) = {7, HASH_SLOTS - 1} & {*topic.keys_of(two, HASH_SLOTS)}
+    first, second = [each for each in delivered if each.key_hash == hash_slot]
+    nacking.nack(topic, topic.state, [(first.at, first.deliver_at_ms)])
+    assert [each.at for each in topic.taken_back()] == [second.at]
+    topic.pass_all()
+    assert topic.positions() == [], "it works on the second one"
+    if leaves:
+        topic.shared.leave([one])
+    else:
+        topic.shared.told(np.array([one], np.uint32))
+    came = [(each.at, each.consumer) for each in topic.hand_out_now() if each.key_hash == hash_slot]
+    assert came == [(first.at, two), (second.at, two)]
 
 
 def test_what_a_consumer_held_comes_to_others_by_position_before_what_never_was_delivered() -> None:

@@ -51,6 +51,10 @@ def a_hash_is_free_before_its_acknowledgement_is_durable(patch: pytest.MonkeyPat
     patch.setattr(HashHolds, "claimed", HashHolds.returned)
 
 
+def a_hash_is_free_before_its_consumer_is_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HashHolds, "taken_back", HashHolds.returned)
+
+
 def what_others_have_received_since_is_held_too(patch: pytest.MonkeyPatch) -> None:
     """After a takeover: a hash, by who declares to hold it."""
     hold = KeyShared.hold
@@ -178,6 +182,7 @@ PLANTS: tuple[tuple[Plant, Profile], ...] = (
     (one_without_permits_holds_up_the_others, DRAINING),
     (nobody_hears_of_permits, DRAINING),
     (nothing_is_taken_back, BLOCKING),
+    (a_hash_is_free_before_its_consumer_is_told, BLOCKING),
     (a_new_owner_knows_of_no_nacks, BLOCKING),
     (a_plan_is_forgotten_when_another_stream_ends, DRAINING),
     (who_joined_receives_what_is_behind, LAST_SENT),

@@ -109,6 +109,8 @@ class OrderDriver:
         ]
         if self.profile.plain:
             return common
+        if self.profile.nack_order is NackOrder.BLOCK_KEY:
+            common.append((8, self.tell))
         return [
             *common,
             (10, self.add),
@@ -152,6 +154,7 @@ class OrderDriver:
         for _ in range(1_000):
             self._plan_again_all()
             self.pair.wait(1_000)
+            self.pair.tell(self.oracle.receivers)
             for number in self.oracle.receivers:
                 self.pair.grant(number, 1_000)
             self.pair.round()
@@ -384,6 +387,11 @@ class OrderDriver:
         if not reject and self._chance(0.5):
             delay_ms = [self.random.choice((0, 1, 50, 300, 2_000, 7_000)) for _ in items]
         self.pair.nack(items, terms, delay_ms=delay_ms, reject=reject, now=self._chance(0.7))
+
+    def tell(self) -> None:
+        """The dispatcher of a consumer has read what was taken back."""
+        if self.oracle.receivers:
+            self.pair.tell([self._some_consumer()])
 
     def time_out(self) -> None:
         before_ms = self.topic.elapsed_ms - self.random.choice((100, 500, 2_000))

@@ -47,6 +47,8 @@ class OrderOracle:
         self.slots: dict[int, Slot] = collections.defaultdict(Slot)
         self.in_flight: dict[Item, None] = {}
         self.unplanned: dict[Position, Item] = {}
+        # (consumer, slot) of each position that was taken back of which the consumer is not told.
+        self.untold: list[tuple[int, int]] = []
 
     def items(self, *where: Where) -> Iterator[Item]:
         for items in (self.rows, self.ordinary):
@@ -67,6 +69,7 @@ class OrderOracle:
         for item in [item for item in self.in_flight if item.consumer in numbers]:
             self._release(item)
             self._wait(item, back=True)
+        self.told(numbers)
         for number in numbers:
             del self.receivers[number]
             del self.permits[number]
@@ -354,10 +357,21 @@ class OrderOracle:
                 given += [] if slot.is_bounded_out else [item for item in slot.holding if item.at > first.at]
         given = [item for item in dict.fromkeys(given) if item.where is Where.IN_FLIGHT]
         for item in given:
+            if self.drains:
+                # The consumer works on it until it is told.
+                self.slots[item.slot].held[item.consumer] += 1
+                self.untold.append((item.consumer, item.slot))
             self._release(item)
             self._wait(item, back=True)
             item.taken_back = True
         return given
+
+    def told(self, consumers: Collection[int]) -> None:
+        """Consumers know of everything that was taken back from them."""
+        for consumer, slot in self.untold:
+            if consumer in consumers:
+                self.slots[slot].held[consumer] -= 1
+        self.untold = [each for each in self.untold if each[0] not in consumers]
 
     def leaves(self, item: Item) -> None:
         """It is acknowledged, dead or trimmed."""

@@ -306,6 +306,14 @@ class OrderPair:
         assert taken == expected, f"behind {nacked} {taken} are taken back, not {expected}"
         self.counted["taken back"] += len(given)
 
+    def tell(self, consumers: Collection[int]) -> None:
+        """Consumers are told of everything that was taken back from them."""
+        numbers = [consumer for consumer, _ in self.oracle.untold if consumer in consumers]
+        if numbers:
+            self.topic.shared.told(np.array(numbers, np.uint32))
+            self.oracle.told(consumers)
+            self.counted["told"] += len(numbers)
+
     def commit(self) -> None:
         """What is staged is durable."""
         self.topic.commit()
@@ -393,6 +401,7 @@ class OrderPair:
             number = each.number
             assert (each.permits, each.unacked) == (oracle.permits[number], len(held[number]))
             assert each.slots == oracle.selector.slots_of_consumer(number)
-            rows = collections.Counter(item.slot for item in held[number] if item.slot in draining)
+            slots = [item.slot for item in held[number]] + [slot for other, slot in oracle.untold if other == number]
+            rows = collections.Counter(slot for slot in slots if slot in draining)
             shown_draining = {hashed.hash: hashed.unacked for hashed in each.draining_hashes}
             assert shown_draining == rows, f"{number} drains {shown_draining}"
