@@ -63,7 +63,7 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         # Names come from anyone, and lines are shown on terminals.
-        return json.dumps(entry, default=str)
+        return json.dumps(entry, default=str, separators=(",", ":"))
 
 
 @click.group(
