@@ -122,6 +122,10 @@ class Context:
     # Serves the call; None once it was cancelled for the call's end
     task: asyncio.Task[Any] | None = None
     _is_writing = False
+    # Nothing was done of a request that was not checked.
+    _is_checked = False
+    # Bytes of its one request that are not decided
+    undecided_bytes = 0
 
     def __init__(
         self,
@@ -249,7 +253,7 @@ class Context:
         # gRPC crashes if it is asked for the peer of a call that is over.
         known, work = self.known(), self.work
         if work is None:
-            self._append(known, self.outcome, self.counts)
+            self._append(known, self.outcome, self.counts, may_have_changed=self._is_checked)
         elif work.done():
             self._tell_work(known, work)
         else:
@@ -274,8 +278,15 @@ class Context:
 
         work.add_done_callback(tell)
 
-    def _append(self, known: Mapping[str, Any], outcome: grpc.StatusCode, counts: Mapping[str, Any]) -> None:
-        changed = outcome not in NOTHING_CHANGED
+    def _append(
+        self,
+        known: Mapping[str, Any],
+        outcome: grpc.StatusCode,
+        counts: Mapping[str, Any],
+        *,
+        may_have_changed: bool = True,
+    ) -> None:
+        changed = may_have_changed and outcome not in NOTHING_CHANGED
         self._audit_log.tell("call", **known, outcome=outcome.name, counts=dict(counts), changed=changed)
 
     def _request_id(self) -> str:
@@ -331,6 +342,7 @@ class Context:
         if self.identity is None or self.identity.may_use(topic):
             self.read = self._read
             return
+        self._is_checked = True
         self.topic = topic
         name = self.identity.name
         if topic == EVERY_TOPIC:
