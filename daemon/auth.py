@@ -96,13 +96,14 @@ def _validity(setting: str, pem: bytes) -> Iterator[Validity]:
     from cryptography import x509
 
     try:
-        found = x509.load_pem_x509_certificates(pem)
+        # A field that is wrong raises only when it is read.
+        yield from [
+            Validity(setting, each.subject.rfc4514_string(), each.not_valid_after_utc.timestamp())
+            for each in x509.load_pem_x509_certificates(pem)
+        ]
     except ValueError as error:
         # OpenSSL, which serves them, may take what is not quite X.509.
         log.warning("when the certificates in %s expire cannot be read: %s", setting, error)
-        return
-    for each in found:
-        yield Validity(setting, each.subject.rfc4514_string(), each.not_valid_after_utc.timestamp())
 
 
 def _client_ca(tls: TlsSettings) -> bytes | None:

@@ -74,6 +74,11 @@ class Rule:
     audited: bool
     audited_with: str
 
+    @property
+    def is_counted(self) -> bool:
+        """True if requests may take long, and need room. Health and versions are asked for when nothing else goes."""
+        return self.scope is not None or bool(self.topic)
+
     @classmethod
     def of(cls, method: MethodDescriptor) -> Rule:
         """Return the rule that the call has in the proto. Raises `InvariantViolated` if it has none."""
@@ -117,6 +122,10 @@ class Context:
     work: asyncio.Future[message.Message | bytes] | None = None
     is_over = False
     is_refused = False
+    # Nothing was done of a request that was not checked.
+    _is_checked = False
+    # Bytes of its one request that are not decided
+    undecided_bytes = 0
     # The reason for which the call is ended early
     ended: errors.TarryError | None = None
     # Serves the call; None once it was cancelled for the call's end
@@ -171,6 +180,9 @@ class Context:
 
         gRPC takes no status while a response is in flight, so the call ends after it.
         """
+        if self.undecided_bytes:
+            # The caller may read this answer, and those that follow, as slowly as it likes.
+            self.decided()
         if self.ended is not None:
             # Returns, since the code that ends the call may wait for a lock that is held for this.
             await asyncio.sleep(0)
@@ -185,6 +197,16 @@ class Context:
             self._is_writing = False
             if self.ended is not None:
                 self._cancel()
+
+    def decided(self) -> None:
+        """Count the call's request no longer."""
+        size_bytes, self.undecided_bytes = self.undecided_bytes, 0
+        self.receiving.decided(size_bytes)
+
+    def count_until(self, work: asyncio.Future[Any]) -> None:
+        """Count the call's request until the end of work that continues although its caller has left."""
+        size_bytes, self.undecided_bytes = self.undecided_bytes, 0
+        work.add_done_callback(lambda _: self.receiving.decided(size_bytes))
 
     def end(self, why: errors.TarryError) -> None:
         """End the call early."""
@@ -249,7 +271,7 @@ class Context:
         # gRPC crashes if it is asked for the peer of a call that is over.
         known, work = self.known(), self.work
         if work is None:
-            self._append(known, self.outcome, self.counts)
+            self._append(known, self.outcome, self.counts, may_have_changed=self._is_checked)
         elif work.done():
             self._tell_work(known, work)
         else:
@@ -274,8 +296,15 @@ class Context:
 
         work.add_done_callback(tell)
 
-    def _append(self, known: Mapping[str, Any], outcome: grpc.StatusCode, counts: Mapping[str, Any]) -> None:
-        changed = outcome not in NOTHING_CHANGED
+    def _append(
+        self,
+        known: Mapping[str, Any],
+        outcome: grpc.StatusCode,
+        counts: Mapping[str, Any],
+        *,
+        may_have_changed: bool = True,
+    ) -> None:
+        changed = may_have_changed and outcome not in NOTHING_CHANGED
         self._audit_log.tell("call", **known, outcome=outcome.name, counts=dict(counts), changed=changed)
 
     def _request_id(self) -> str:
@@ -313,6 +342,7 @@ class Context:
         if self.is_audited:
             self.counts = {"asked": rows} if (rows := _rows_of(request)) else {}
         self.check_named(self._rule.topic_of(request), getattr(request, "subscription", ""))
+        self._is_checked = True
 
     def check_named(self, topic: str, subscription: str) -> None:
         """Refuse a request that names these if the caller may not make it; `subscription` is "" for none.
@@ -393,7 +423,8 @@ class Admission:
                 raise errors.InvalidArgument(f"message: these {len(data)} bytes are none of {name}") from error
 
         async def requests(call: Context) -> AsyncGenerator[Any]:
-            while isinstance(data := await self._receiving.in_turn(call, call.grpc_context.read), bytes):
+            read = call.grpc_context.read
+            while isinstance(data := await self._receiving.in_turn(call, read, needs_room=False), bytes):
                 yield parsed(data)
 
         async def served(data: Any, call: Context) -> Any:
@@ -413,7 +444,7 @@ class Admission:
         kind = _kind_of(handler)
         serve: Callable[[Any, Context], Awaitable[Any]] = getattr(handler, kind)
         if kind != "stream_stream":
-            serve = functools.partial(self._serve_one, serve)
+            serve = functools.partial(self._serve_one, serve, rule.is_counted)
 
         async def guarding(_: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> Any:
             call = Context(context, rule, self._refused, self._audit_log, self._receiving)
@@ -451,20 +482,24 @@ class Admission:
         if (identities := self.door.identities) is not None:
             call.admit(identities)
 
-    async def _serve_one(self, serve: Callable[[Any, Context], Awaitable[Any]], _: object, call: Context) -> Any:
+    async def _serve_one(
+        self, serve: Callable[[Any, Context], Awaitable[Any]], is_counted: bool, _: object, call: Context
+    ) -> Any:
         """Receive the one request of a call, and serve it."""
         try:
-            data: object = await self._receiving.in_turn(call, call.grpc_context.read)
+            data: object = await self._receiving.in_turn(call, call.grpc_context.read, needs_room=is_counted)
             if not isinstance(data, bytes):
                 raise errors.InvalidArgument("message: it is missing; the call has one request")
         except errors.TarryError as error:
             await status.abort(call, error)
-        size_bytes = len(data)
-        self._receiving.received(size_bytes)
+        call.undecided_bytes = len(data)
+        self._receiving.received(len(data))
+        if not is_counted:
+            call.decided()
         try:
             return await serve(data, call)
         finally:
-            self._receiving.decided(size_bytes)
+            call.decided()
 
     def identities_changed(self) -> None:
         """End the open calls of callers that are no longer known, or whose rights have changed."""

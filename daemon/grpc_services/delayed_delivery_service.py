@@ -60,7 +60,7 @@ class DelayedDelivery:
             rows = rows.batch()
         answer = requests.add_at_once(topic, rows, caller) if subscription is None else None
         if answer is None:
-            answer = unary.unbroken(requests.add(topic, rows, subscription, caller))
+            answer = unary.unbroken(requests.add(topic, rows, subscription, caller), context)
         return row_answers.add_response(await answer)
 
     async def _cancel(self, request: pb.CancelMessagesRequest) -> pb.CancelMessagesResponse:

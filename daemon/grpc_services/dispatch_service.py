@@ -27,6 +27,8 @@ from tarry.v1 import dispatch_pb2 as pb
 ANSWER_MS = 200.0
 # No row is leased with less time left than this (ms)
 DEADLINE_LEAST_MS = 5.0
+# Longest request for a lease, which is names and numbers (bytes)
+LEASE_REQUEST_BYTES_MAX = 16 << 10
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,11 @@ class LeaseCalls:
 
         Cancel it when the caller has left: the rows that it leased are READY again at once.
         """
+        if context.undecided_bytes > LEASE_REQUEST_BYTES_MAX:
+            text = f"message: {context.undecided_bytes} bytes, the limit of this call is {LEASE_REQUEST_BYTES_MAX}"
+            raise errors.InvalidArgument(text)
+        # It may wait for long, and others must be received meanwhile.
+        context.decided()
         leases.check_get(max_rows=request.max_rows, lease_ms=request.lease_ms, wait_ms=request.wait_ms)
         waiting = asyncio.ensure_future(
             self._requests.get_scheduled(

@@ -68,28 +68,35 @@ class Pipeline:
         size_bytes: int,
         work: Callable[[], Awaitable[T]],
         answer: Callable[[T | Exception], bytes | None],
+        *,
+        waits_for_caller: bool = False,
     ) -> None:
-        """Start a request. `answer` encodes its outcome or error, or returns None for no answer."""
+        """Start a request. `answer` encodes its outcome or error, or returns None for no answer.
+
+        With `waits_for_caller` the work ends only once the caller has read other answers, which may take for ever: the
+        request counts for this stream alone.
+        """
         self._requests += 1
         self._bytes += size_bytes
-        self._receiving.received(size_bytes)
+        undecided_bytes = 0 if waits_for_caller else size_bytes
+        self._receiving.received(undecided_bytes)
         try:
             future = asyncio.ensure_future(work())
         except Exception as error:  # noqa: BLE001 - every refusal is an answer
-            self._finish(size_bytes, answer, error)
+            self._finish(size_bytes, undecided_bytes, answer, error)
             return
 
         def finished(done: asyncio.Future[T]) -> None:
             if done.cancelled():
                 # It may have been decided.
                 cancelled = errors.OutcomeUnknown("the request was cancelled: the daemon stops; a retry is safe")
-                self._finish(size_bytes, answer, cancelled)
+                self._finish(size_bytes, undecided_bytes, answer, cancelled)
                 return
             error = done.exception()
             if error is None:
-                self._finish(size_bytes, answer, done.result())
+                self._finish(size_bytes, undecided_bytes, answer, done.result())
             elif isinstance(error, Exception):
-                self._finish(size_bytes, answer, error)
+                self._finish(size_bytes, undecided_bytes, answer, error)
 
         future.add_done_callback(finished)
 
@@ -131,8 +138,10 @@ class Pipeline:
         self._bytes -= size_bytes
         self._room.set()
 
-    def _finish(self, size_bytes: int, answer: Callable[[Any], bytes | None], outcome: object) -> None:
-        self._receiving.decided(size_bytes)
+    def _finish(
+        self, size_bytes: int, undecided_bytes: int, answer: Callable[[Any], bytes | None], outcome: object
+    ) -> None:
+        self._receiving.decided(undecided_bytes)
         if isinstance(outcome, errors.NotOwner):
             self._moved = outcome
             self._answers.append((size_bytes, None))

@@ -7,6 +7,9 @@ than the largest. So a message that is awaited counts as the largest.
 Half of the budget is for such messages. Calls take turns: those with one request, and streams whose caller has not
 named a topic yet that it may use. A stream that has is awaited without a turn, since it is awaited all the time. The
 other half is for whole requests. While these exceed it, nothing more is awaited.
+
+Requests that wait for their lane take at most half of the latter. A caller that reads no answers may keep them for as
+long as it likes, so they alone must not keep the others out.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from daemon import config, errors
 
@@ -32,6 +35,13 @@ SWEEP_S: Final = 0.25
 RETRY_MS: Final = 1_000
 
 T = TypeVar("T")
+
+
+class _Turn(NamedTuple):
+    """The turn of a call, and the number of sweeps before it."""
+
+    caller: str
+    since: int
 
 
 class Arriving(Protocol):
@@ -61,13 +71,18 @@ class Receiving:
         # Each has sent up to one window.
         self._waiting_max = half_bytes // WINDOW_BYTES
         self._undecided_bytes_max = half_bytes
+        self._queued_bytes_max = half_bytes // 2
         self._arrival_s = settings.grpc.request_arrival_s
-        self._turns: dict[Arriving, int] = {}
-        """Calls whose messages are awaited -> the number of sweeps before"""
-        self._waiting: dict[Arriving, asyncio.Future[None]] = {}
+        # Calls whose messages are awaited, and their number by caller. gRPC tells a caller only while its call is open.
+        self._turns: dict[Arriving, _Turn] = {}
+        self._held: collections.Counter[str] = collections.Counter()
+        self._waiting: dict[str, dict[Arriving, asyncio.Future[None]]] = {}
+        """Calls that wait for a turn, by caller; first the one whose last turn is the longest ago"""
+        self._waiting_calls = 0
         self._sweeps = 0
         self._sweeping: asyncio.TimerHandle | None = None
         self._undecided_bytes = 0
+        self._queued_bytes = 0
         self._long = asyncio.Lock()
         self._room = asyncio.Event()
 
@@ -80,12 +95,34 @@ class Receiving:
     def decided(self, size_bytes: int) -> None:
         """Count a request no longer."""
         self._undecided_bytes -= size_bytes
-        if self._undecided_bytes < self._undecided_bytes_max:
+        self._tell_room()
+
+    def queued(self, size_bytes: int) -> None:
+        """Count a request until its lane reads it."""
+        self._queued_bytes += size_bytes
+
+    def dequeued(self, size_bytes: int) -> None:
+        """Count a request that waited for its lane no longer."""
+        self._queued_bytes -= size_bytes
+        self._tell_room()
+
+    @property
+    def queues_are_full(self) -> bool:
+        """True if a stream whose lanes have not read everything must not queue more."""
+        return self._queued_bytes >= self._queued_bytes_max
+
+    @property
+    def _is_full(self) -> bool:
+        queued_bytes = min(self._queued_bytes, self._queued_bytes_max)
+        return self._undecided_bytes + queued_bytes >= self._undecided_bytes_max
+
+    def _tell_room(self) -> None:
+        if not self._is_full:
             self._room.set()
 
     async def room(self) -> None:
         """Wait until another request may be received."""
-        while self._undecided_bytes >= self._undecided_bytes_max:
+        while self._is_full:
             self._room.clear()
             await self._room.wait()
 
@@ -100,17 +137,18 @@ class Receiving:
                 refusal = f"{name} was not whole within {self._arrival_s:g} s; nothing was changed"
                 raise errors.Unavailable(refusal) from late
 
-    async def in_turn(self, call: Arriving, read: Callable[[], Awaitable[T]]) -> T:
-        """Await the call's message in its turn.
+    async def in_turn(self, call: Arriving, read: Callable[[], Awaitable[T]], *, needs_room: bool = True) -> T:
+        """Await the call's message in its turn, and not before there is room, unless it is decided at once.
 
         Ends the call if the message is not whole in time. Raises `QuotaExceeded` if too many calls wait.
         """
-        if self._undecided_bytes >= self._undecided_bytes_max:
+        caller = call.caller
+        if needs_room and self._is_full:
             await self.room()
         if self._waiting or len(self._turns) >= self._turns_max:
-            await self._turn_of(call)
+            await self._turn_of(call, caller)
         else:
-            self._turns[call] = self._sweeps
+            self._begin(call, caller)
         if self._sweeping is None:
             self._sweep()
         try:
@@ -120,37 +158,52 @@ class Receiving:
             self._large_bytes += LARGE_BYTES
             raise
         finally:
-            del self._turns[call]
-            if self._waiting:
-                self._give_turns()
+            self._end(call)
 
-    async def _turn_of(self, call: Arriving) -> None:
-        if len(self._waiting) >= self._waiting_max:
+    async def _turn_of(self, call: Arriving, caller: str) -> None:
+        if self._waiting_calls >= self._waiting_max:
             raise errors.QuotaExceeded(
-                f"{len(self._turns)} requests are not whole yet, and {len(self._waiting)} wait to be received; "
+                f"{len(self._turns)} requests are not whole yet, and {self._waiting_calls} wait to be received; "
                 "grpc.received_bytes_max limits them; nothing was changed, try again",
                 retry_after_ms=RETRY_MS,
             )
-        turn = self._waiting[call] = asyncio.get_running_loop().create_future()
+        turn = self._waiting.setdefault(caller, {})[call] = asyncio.get_running_loop().create_future()
+        self._waiting_calls += 1
         try:
             await turn
         except asyncio.CancelledError:
-            if self._waiting.pop(call, None) is None:
-                del self._turns[call]
-                self._give_turns()
+            if call in self._turns:
+                self._end(call)
+            elif call in self._waiting.get(caller, ()):
+                self._leave_queue(call, caller)
             raise
 
-    def _give_turns(self) -> None:
-        """Give the free turns to waiting calls, each to the caller that has the fewest."""
-        while len(self._turns) < self._turns_max:
-            held = collections.Counter(each.caller for each in self._turns)
-            # Not a call that has left, and could not take the turn
-            able = (call for call, turn in self._waiting.items() if not turn.done())
-            call = min(able, key=lambda each: held[each.caller], default=None)
-            if call is None:
-                return
-            self._turns[call] = self._sweeps
-            self._waiting.pop(call).set_result(None)
+    def _leave_queue(self, call: Arriving, caller: str) -> None:
+        """Take a call out of those that wait; its caller's others go behind all callers."""
+        calls = self._waiting.pop(caller)
+        del calls[call]
+        if calls:
+            self._waiting[caller] = calls
+        self._waiting_calls -= 1
+
+    def _begin(self, call: Arriving, caller: str) -> None:
+        self._turns[call] = _Turn(caller, self._sweeps)
+        self._held[caller] += 1
+
+    def _end(self, call: Arriving) -> None:
+        """Take the call's turn, and give it to a caller that has the fewest."""
+        caller, _ = self._turns.pop(call)
+        self._held[caller] -= 1
+        if not self._held[caller]:
+            del self._held[caller]
+        while self._waiting and len(self._turns) < self._turns_max:
+            caller = min(self._waiting, key=self._held.__getitem__)
+            call, turn = next(iter(self._waiting[caller].items()))
+            self._leave_queue(call, caller)
+            # A call that has left cannot take the turn.
+            if not turn.done():
+                self._begin(call, caller)
+                turn.set_result(None)
 
     def _sweep(self) -> None:
         """End calls whose messages are late, and come again while any is awaited in a turn.
@@ -159,15 +212,14 @@ class Receiving:
         """
         self._sweeping = None
         self._sweeps += 1
-        held = collections.Counter(each.caller for each in self._turns)
-        slow = [call for call, since in self._turns.items() if self._sweeps - since > 1 and not call.is_ending]
-        slow.sort(key=lambda call: -held[call.caller])
+        slow = [call for call, turn in self._turns.items() if self._sweeps - turn.since > 1 and not call.is_ending]
+        slow.sort(key=lambda call: -self._held[self._turns[call].caller])
         for index, call in enumerate(slow):
-            if (self._sweeps - self._turns[call] - 1) * SWEEP_S >= self._arrival_s:
+            if (self._sweeps - self._turns[call].since - 1) * SWEEP_S >= self._arrival_s:
                 call.end(
                     errors.Unavailable(f"no whole message arrived within {self._arrival_s:g} s; nothing was changed")
                 )
-            elif index < len(self._waiting):
+            elif index < self._waiting_calls:
                 refusal = errors.QuotaExceeded(
                     "the message arrived slowly, and others wait to be received; grpc.received_bytes_max limits them; "
                     "nothing was changed, try again",

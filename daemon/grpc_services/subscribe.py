@@ -298,6 +298,7 @@ class SubscribeStream:
                     size_bytes,
                     request_id,
                     lambda: self._negatively_acknowledge(stream, request_id, nack()),
+                    waits_for_caller=isinstance(stream, KeySharedStream),
                 )
                 return
         kind = request.WhichOneof("request")
@@ -343,9 +344,11 @@ class SubscribeStream:
             self._refuse(stream, size_bytes, f"{kind}: the stream is SHARED, and has no consumers", request_id)
         elif kind == "plan_dispatch":
             answer = functools.partial(_not_planned, stream.epoch, request_id)
-            self._pipeline.submit(size_bytes, lambda: plan_request(stream, request.plan_dispatch), answer)
+            plan = functools.partial(plan_request, stream, request.plan_dispatch)
+            self._pipeline.submit(size_bytes, plan, answer, waits_for_caller=True)
         else:
-            self._answer(stream, size_bytes, request_id, lambda: consumer_change(stream, request))
+            change = functools.partial(consumer_change, stream, request)
+            self._answer(stream, size_bytes, request_id, change, waits_for_caller=True)
 
     def _flow(self, stream: _Opened, size_bytes: int, flow: pb.Flow) -> None:
         if not flow.permits:
@@ -360,9 +363,11 @@ class SubscribeStream:
         else:
             stream.grant(flow.permits)
 
-    def _answer(self, stream: _Opened, size_bytes: int, request_id: int, work: _Work) -> None:
+    def _answer(
+        self, stream: _Opened, size_bytes: int, request_id: int, work: _Work, *, waits_for_caller: bool = False
+    ) -> None:
         answer = functools.partial(_done, stream.epoch, request_id, answered=request_id != 0)
-        self._pipeline.submit(size_bytes, work, answer)
+        self._pipeline.submit(size_bytes, work, answer, waits_for_caller=waits_for_caller)
 
     def _refuse(self, stream: _Opened, size_bytes: int, text: str, request_id: int = 0) -> None:
         def work() -> Awaitable[Ignored]:

@@ -267,8 +267,12 @@ class SubscribeManyStream:
                 raise errors.Unavailable("the daemon is stopping; try again")
             reader.result()
         finally:
-            async with self._writing:
-                await pipeline.end(reader, writer, draining, *self._serving.values())
+            try:
+                async with self._writing:
+                    await pipeline.end(reader, writer, draining, *self._serving.values())
+            finally:
+                # Lanes that were cut off read no more.
+                self._was_read(self._unread_bytes)
 
     def _is_over(self, is_ending: bool) -> bool:
         """Return whether no more lanes will open, and the end of every lane has been sent."""
@@ -280,10 +284,15 @@ class SubscribeManyStream:
             await self._take_all(lane_requests(data, bounds))
             # An idle stream keeps no request.
             del data
-            while self._unread_bytes >= self._settings.grpc.stream_bytes_in_flight_max:
+            while self._must_wait():
                 self._room.clear()
                 await self._room.wait()
             await self._context.receiving.room()
+
+    def _must_wait(self) -> bool:
+        """Return whether lanes must read before the stream is read. One whose lanes have read everything is."""
+        is_full = self._unread_bytes >= self._settings.grpc.stream_bytes_in_flight_max
+        return is_full or (self._unread_bytes > 0 and self._context.receiving.queues_are_full)
 
     async def _take_all(self, requests: list[LaneRequest]) -> None:
         for first in range(0, len(requests), LANES_A_TURN):
@@ -314,7 +323,7 @@ class SubscribeManyStream:
         if given.request is not None:
             size_bytes = lane.arrive(given.request)
             self._unread_bytes += size_bytes
-            self._context.receiving.received(size_bytes)
+            self._context.receiving.queued(size_bytes)
         if given.close:
             lane.close()
 
@@ -338,8 +347,10 @@ class SubscribeManyStream:
         lane.end(error)
 
     def _was_read(self, size_bytes: int) -> None:
+        # A lane that ends late reads what is not counted any longer.
+        size_bytes = min(size_bytes, self._unread_bytes)
         self._unread_bytes -= size_bytes
-        self._context.receiving.decided(size_bytes)
+        self._context.receiving.dequeued(size_bytes)
         self._room.set()
 
 

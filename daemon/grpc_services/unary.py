@@ -124,15 +124,16 @@ class Frame:
 async def _continued(call: Coroutine[Any, Any, Answer], context: Context) -> Answer:
     """Return the call's answer, like `unbroken`; the audit log learns what was done."""
     context.work = asyncio.ensure_future(call)
-    return await unbroken(context.work)
+    return await unbroken(context.work, context)
 
 
-async def unbroken(call: Coroutine[Any, Any, T] | asyncio.Future[T]) -> T:
-    """Return the call's answer. The call continues if its waiter is cancelled."""
+async def unbroken(call: Coroutine[Any, Any, T] | asyncio.Future[T], context: Context) -> T:
+    """Return the call's answer. The call continues if its waiter is cancelled, and its request then counts as long."""
     work = asyncio.ensure_future(call)
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
+        context.count_until(work)
         work.add_done_callback(_tell)
         raise
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import datetime
 import math
+import re
 import shutil
+import ssl
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
 
 from daemon import auth, errors
 from daemon.settings import AccessSettings, TlsSettings
@@ -118,6 +122,19 @@ async def test_a_certificate_that_replaces_another_is_named_when_it_expires_soon
         while not door.faults or door.faults[0] not in caplog.text:  # noqa: ASYNC110 - nothing tells of a log line
             await asyncio.sleep(0.01)
     watching.cancel()
+
+
+def test_a_name_that_cannot_be_read_keeps_no_certificate_from_being_served(
+    files: DoorFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    der = x509.load_pem_x509_certificate(files.cert.read_bytes()).public_bytes(serialization.Encoding.DER)
+    # OpenSSL looks at UTF-8 alone.
+    der, count = re.subn(rb"\x0c(.)trustme", b"\x16\\1\xffrustme", der)
+    assert count
+    files.cert.write_text(ssl.DER_cert_to_PEM_cert(der))
+    found = auth.read_certificates(tls(files))
+    assert [each.setting for each in found.validity] == ["tls.client_ca_file"]
+    assert "when the certificates in tls.cert_file expire cannot be read" in caplog.text
 
 
 def test_there_is_none_to_name_without_tls() -> None:

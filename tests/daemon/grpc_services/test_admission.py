@@ -19,7 +19,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2
 
-from daemon import config, errors
+from daemon import audit_log, config, errors
 from daemon.audit_log import AuditLog
 from daemon.auth import Door, Identity, Scope, hash_of
 from daemon.grpc_services import admission, pipeline
@@ -636,6 +636,21 @@ async def test_the_audit_log_tells_what_became_of_a_call_that_its_caller_left(
         line = (await told(guarded, known + 1))[-1]
         assert (line["topic"], line["outcome"], line["answered"]) == (topic, outcome, "CANCELLED")
     assert [line["counts"].get("rows", 0) for line in guarded.lines()] == [1, 0]
+
+
+async def test_calls_that_are_left_before_their_request_comes_are_limited_like_refusals(guarded: Guarded) -> None:
+    """They have changed nothing, and may come as fast as a caller likes."""
+    everybody = guarded.guest(token_of("all"))
+    count = 2 * audit_log.IDENTITY_LINES_MAX
+    calls = [everybody.open(METHODS_BY_NAME["DeleteTopic"]) for _ in range(count)]
+    async with asyncio.timeout(PATIENCE_S):
+        while guarded.admission.open_calls < count:  # noqa: ASYNC110 - nor does the gate
+            await asyncio.sleep(0.005)
+        for call in calls:
+            call.cancel()
+        while guarded.admission.open_calls:  # noqa: ASYNC110 - nor does the gate
+            await asyncio.sleep(0.005)
+    assert 0 < len(guarded.lines()) < count
 
 
 async def test_the_audit_log_has_the_id_that_a_caller_gives_a_call(guarded: Guarded) -> None:

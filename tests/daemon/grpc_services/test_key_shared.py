@@ -10,7 +10,10 @@ import grpc
 import pytest
 
 from daemon import config
+from daemon.grpc_services import subscribe
+from daemon.grpc_services.receiving import Receiving
 from daemon.owner.engine import Engine
+from tarry.packed_fields import nested
 from tarry.v1 import delayed_delivery_pb2, inspect_pb2, policy_pb2
 from tarry.v1 import dispatch_pb2 as pb
 from tests._support import real_engine
@@ -302,3 +305,44 @@ async def test_a_caller_that_goes_away_while_its_stream_opens_leaves_none_open(e
     other, _ = await opened(edge, consumer(permits=1))
     await add(edge, [1], [7])
     assert await received(other, 1) == [(1, 1)]
+
+
+class _Silent:
+    """A caller that reads its first answer, and no other."""
+
+    def __init__(self, receiving: Receiving, requests: list[bytes]) -> None:
+        self.receiving = receiving
+        self._requests = requests
+        self._answers = 0
+        self.is_writing, self.leaves = asyncio.Event(), asyncio.Event()
+
+    async def read(self) -> bytes:
+        if not self._requests:
+            await asyncio.Event().wait()
+        return self._requests.pop(0)
+
+    async def write(self, _: bytes) -> None:
+        self._answers += 1
+        if self._answers > 1:
+            self.is_writing.set()
+            await self.leaves.wait()
+
+    def check_topic(self, topic: str) -> None:
+        """It may use all."""
+
+
+async def test_a_caller_that_reads_no_plans_keeps_no_other_call_from_being_received(edge: Edge) -> None:
+    await created(edge, STICKY)
+    settings = config.load(environment={}, overrides=["grpc.received_bytes_max=1048576", *SMALL])
+    # A field that nobody knows
+    padding = nested(b"\xfa\x7f", bytes(600_000))
+    requests = [open_by_key(half(1)).SerializeToString()]
+    requests += [plan(number, [number], [7]).SerializeToString() + padding for number in (1, 2)]
+    receiving = Receiving(settings)
+    silent: Any = _Silent(receiving, requests)
+    serving = asyncio.create_task(subscribe.serve(edge.engine, settings, silent))
+    await asyncio.wait_for(silent.is_writing.wait(), 5)
+    await asyncio.wait_for(receiving.room(), 1)
+    silent.leaves.set()
+    serving.cancel()
+    await asyncio.wait([serving])

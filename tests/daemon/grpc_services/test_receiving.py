@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2
 
 from daemon import config, errors
 from daemon.grpc_services import parsing, receiving
@@ -19,9 +20,11 @@ from daemon.grpc_services.receiving import Receiving
 from daemon.owner.engine import Engine
 from tarry.packed_fields import nested, tag_bytes
 from tarry.v1 import delayed_delivery_pb2 as pb
+from tarry.v1 import dispatch_pb2
 from tests._support.virtual_loop import VirtualLoop
 from tests.daemon.grpc_services.conftest import Edge, serving
 
+ADD = pb.AddMessagesRequest(topic="t", ledger_id=[1], entry_id=[1], delay_ms=[60_000])
 ARRIVAL_S = 30.0
 OVERRIDES = ("grpc.listen=127.0.0.1:0", "grpc.drain_s=0")
 # Half of it is for two messages of 1 MiB and their room
@@ -182,6 +185,78 @@ def test_nothing_is_received_while_half_the_budget_is_not_decided() -> None:
     in_virtual_time(story)
 
 
+def test_requests_that_wait_for_their_lane_never_keep_the_others_out() -> None:
+    async def story(turns: Turns) -> None:
+        turns.receiving.queued(64 << 20)
+        assert turns.receiving.queues_are_full
+        (call,) = await turns.begun("a")
+        assert call.is_awaited
+        turns.receiving.received(2 << 20)
+        (late,) = await turns.begun("a")
+        assert not late.is_awaited
+        turns.receiving.dequeued(64 << 20)
+        await turns.settled()
+        assert late.is_awaited
+
+    in_virtual_time(story)
+
+
+def test_what_is_decided_at_once_needs_no_room() -> None:
+    async def story(turns: Turns) -> None:
+        turns.receiving.received(4 << 20)
+        call = Call("a")
+        call.task = asyncio.create_task(turns.receiving.in_turn(call, call.read, needs_room=False))
+        await turns.settled()
+        assert call.is_awaited
+
+    in_virtual_time(story)
+
+
+class Leaving(Call):
+    """A call that has left: gRPC must not be asked for its caller."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "caller" and super().__getattribute__("is_ending"):
+            raise AssertionError("a call that is over was asked for its caller")
+        return super().__getattribute__(name)
+
+
+def test_a_call_is_asked_for_its_caller_only_while_it_is_open() -> None:
+    async def story(turns: Turns) -> None:
+        calls = [Leaving(caller) for caller in ("a", "a", "b", "c")]
+        for call in calls:
+            call.task = asyncio.create_task(turns.receiving.in_turn(call, call.read))
+        await turns.settled()
+        for call in calls[1:3]:
+            call.ended = errors.Unavailable("gone")
+        calls[0].message.set_result(b"")
+        await asyncio.sleep(2 * receiving.SWEEP_S)
+        assert all(call.task is not None and (call is calls[0] or not call.task.done()) for call in calls)
+        assert awaited(list(calls)) == [True, True, True, False]
+
+    in_virtual_time(story)
+
+
+def test_many_waiting_calls_cost_each_turn_little() -> None:
+    """Each is asked once for its caller, not at each turn of others."""
+    asked = 0
+
+    class Counted(Call):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal asked
+            asked += name == "caller"
+            return super().__getattribute__(name)
+
+    async def story(turns: Turns) -> None:
+        calls = [Counted("a") for _ in range(2 + 64)]
+        for call in calls:
+            call.message.set_result(b"")
+        await asyncio.gather(*(turns.receiving.in_turn(call, call.read) for call in calls))
+        assert asked == len(calls)
+
+    in_virtual_time(story)
+
+
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_memory_is_given_back_when_large_messages_were_received_or_broke_off(is_whole: bool) -> None:
     given_back: list[float] = []
@@ -279,6 +354,38 @@ async def test_a_request_that_does_not_come_ends_its_call(engine: Engine, call: 
     soon = config.load(environment={}, overrides=[*OVERRIDES, "grpc.request_arrival_s=1"])
     async with serving(engine, soon) as edge:
         assert await outcome(edge, call) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_caller_that_watches_health_takes_no_part_of_the_budget(engine: Engine) -> None:
+    small = config.load(environment={}, overrides=[*OVERRIDES, "grpc.received_bytes_max=1048576"])
+    async with serving(engine, small) as edge:
+        watch: Any = edge.caller.channel.unary_stream("/grpc.health.v1.Health/Watch")
+        service = health_pb2.HealthCheckRequest(service="x" * 4_000).SerializeToString()
+        watches = [watch(service) for _ in range((512 << 10) // 4_000 + 1)]
+        for each in watches:
+            await each.read()
+        await edge.caller.unary("DelayedDelivery/AddMessages", ADD, timeout_s=5)
+        for each in watches:
+            each.cancel()
+
+
+async def test_a_lease_that_waits_takes_no_part_of_the_budget(engine: Engine) -> None:
+    small = config.load(environment={}, overrides=[*OVERRIDES, "grpc.received_bytes_max=1048576"])
+    async with serving(engine, small) as edge:
+        await edge.caller.unary(
+            "Dispatch/CreateSubscription", dispatch_pb2.CreateSubscriptionRequest(topic="t", subscription="s")
+        )
+        lease = dispatch_pb2.GetScheduledMessagesRequest(topic="t", subscription="s", max_rows=1, wait_ms=60_000)
+        # A field that nobody knows
+        padded = lease.SerializeToString() + nested(b"\xfa\x7f", bytes(16_000))
+        padded_too_much = padded + nested(b"\xfa\x7f", bytes(1_000))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"message: 17\d\d\d bytes, the limit of this call is 16384"):
+            await edge.caller.unary("Dispatch/GetScheduledMessages", padded_too_much)
+        waiting = [asyncio.ensure_future(edge.caller.unary("Dispatch/GetScheduledMessages", padded)) for _ in range(33)]
+        await asyncio.sleep(0.2)
+        await edge.caller.unary("DelayedDelivery/AddMessages", ADD, timeout_s=5)
+        for each in waiting:
+            each.cancel()
 
 
 async def test_a_stream_of_who_may_use_every_topic_may_be_silent(engine: Engine) -> None:

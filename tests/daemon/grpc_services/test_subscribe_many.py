@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import grpc
 import pytest
 
 from daemon import config, errors
-from daemon.grpc_services import parsing, subscribe_many
+from daemon.grpc_services import parsing, subscribe, subscribe_many
 from daemon.grpc_services.receiving import Receiving
 from daemon.grpc_services.subscribe_many import SubscribeManyStream
 from daemon.owner.engine import Engine
@@ -412,6 +413,44 @@ async def test_who_does_not_read_is_handed_out_what_is_on_its_way_and_no_more(
     with contextlib.suppress(asyncio.CancelledError):
         await running
     assert not any(edge.streams(topic) for topic in topics.values())
+
+
+@contextlib.asynccontextmanager
+async def unread(settings: config.Config, receiving: Receiving, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """A stream with 300 kB for a lane that reads nothing, as far as they are received."""
+
+    async def reads_nothing(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(subscribe, "serve", reads_nothing)
+    caller = _Caller(receiving)
+    stream = subscribe_many.SubscribeManyStream(cast(Any, None), settings, cast(Any, caller), asyncio.Event())
+    running = asyncio.create_task(stream.run())
+    for _ in range(3):
+        caller.send(pb.LaneRequest(lane=1, request=pb.SubscribeRequest(open=pb.Open(topic="x" * 100_000))))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    yield
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+async def test_lanes_that_read_nothing_keep_no_other_call_from_being_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = config.load(environment={}, overrides=["grpc.received_bytes_max=1048576"])
+    receiving = Receiving(small)
+    async with unread(small, receiving, monkeypatch), unread(small, receiving, monkeypatch):
+        await asyncio.wait_for(receiving.room(), 1)
+
+
+async def test_a_stream_that_ends_gives_back_what_its_lanes_have_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = config.load(environment={}, overrides=["grpc.received_bytes_max=1048576"])
+    receiving = Receiving(small)
+    for _ in range(10):
+        async with unread(small, receiving, monkeypatch):
+            pass
+    await asyncio.wait_for(receiving.room(), 1)
+    assert not receiving.queues_are_full
 
 
 # The bytes.
