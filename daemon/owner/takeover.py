@@ -181,7 +181,7 @@ class Takeover:
     async def _begun(self, shard: int, tip: Tip | None, fences: Fences, gone_owners: frozenset[str]) -> ClaimShard:
         """Make the claim, which is the same at each attempt to commit it."""
         if tip is None:
-            await self._run(lambda: self._traces.check_new(shard))
+            await self._run(lambda: self._traces.check_new(shard, self._manifests[shard]))
         manifest = None if tip is None else tip.manifest
         owned = None if manifest is None else manifest.open_range
         former: Fence | OwnLogEnd | None = None
@@ -380,7 +380,7 @@ async def check_readable(
         try:
             tip = manifests.read_tip()
             if tip is None:
-                traces.check_new(shard)
+                traces.check_new(shard, manifests)
             if tip is None or tip.manifest.open_range is not None:
                 return
             checkpoints.sections_of_shard(

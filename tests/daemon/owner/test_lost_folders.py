@@ -123,6 +123,21 @@ async def test_a_shard_that_nothing_names_is_new(machines: EngineFixture) -> Non
     assert sorted(one.shards) == list(range(SHARDS))
 
 
+async def test_a_shard_that_another_daemon_claims_meanwhile_is_not_lost(machines: EngineFixture) -> None:
+    two = machines.daemon("two", *SEVERAL)
+    held = two.pause("list", names.topics_prefix(0))
+    await two.start()
+    await held.reached()
+    one = await machines.served_by("one", *SEVERAL)
+    await one.add(TOPICS[0], 1, range(1), delay_ms=FAR_MS)
+    await asyncio.sleep(2 * heartbeat.INTERVAL_S)
+    held.release()
+    await asyncio.sleep(LOOKED_S)
+    assert two.damage_found("shard") == 0
+    assert two.engine.health.stands_by
+    assert sorted(one.shards) == list(range(SHARDS))
+
+
 @pytest.mark.parametrize("lost", ["all", "manifests", "newest"])
 async def test_a_topic_that_has_lost_its_manifests_is_damage_and_no_new_topic(
     machines: EngineFixture, lost: str
