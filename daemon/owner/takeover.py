@@ -233,7 +233,8 @@ class Takeover:
             raise object_store.Damaged(
                 self._manifests[tip.manifest.shard].key(tip.number),
                 f"it names slot {certain} of log {fence.log_id}, which ends at slot {fence.number}: the manifest is "
-                f"wrong, or the store has lost slots",
+                f"wrong, or the store has lost slots; restore them as of one time, or give the end of the log up with "
+                f"`tarryd give-up {fence.log_id}`",
             )
 
     async def _commit(self, claim: ClaimShard, tip: Tip | None) -> ClaimedShard:

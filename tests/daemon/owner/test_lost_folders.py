@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from daemon.errors import Corruption
 from daemon.owner import engine, give_up, heartbeat
+from storage_backends import object_store
 from storage_backends.formats import log_slot_format, names
 from storage_backends.formats.log_slot_format import LogSlotHeader, LogSlotKind
 from tests._support.engine_fixture import Daemon, EngineFixture
@@ -196,3 +198,48 @@ async def test_a_fence_below_what_the_daemon_reported_is_no_end(machines: Engine
     assert f"tarryd give-up {log_id}" in two.engine.health.reason
     assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=lambda text: None)
     await two.serving()
+
+
+@pytest.mark.parametrize("checkpoints", [1, 2], ids=["below the checkpoint", "below the whole range"])
+async def test_the_end_of_a_log_that_only_a_manifest_knows_can_be_given_up(
+    machines: EngineFixture, checkpoints: int
+) -> None:
+    one = await machines.served_by("one", *SEVERAL)
+    for topic in TOPICS:
+        await one.add(topic, 1, range(1), delay_ms=FAR_MS)
+    kept = machines.slots()
+    for _ in range(checkpoints):
+        await one.add(TOPIC, 2, range(1), delay_ms=FAR_MS)
+        await one.shards[SHARD].checkpoints.write_last()
+    one.kill()
+    log_id = kept[-1].split("/")[1]
+    lose(machines, names.DAEMONS_PREFIX, *(key for key in machines.slots() if key not in kept))
+    two = await machines.served_by("one", *SEVERAL)
+    await asyncio.sleep(LOOKED_S)
+    assert SHARD not in two.shards
+    assert f"tarryd give-up {log_id}" in two.engine.health.reason
+    await two.stop()
+    said: list[str] = []
+    assert not give_up.resolve_loss(machines.store, log_id, accepted=False, say=said.append)
+    assert f"shard {SHARD} sections" in said[0]
+    assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=said.append)
+    assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=said.append)
+    three = await machines.served_by("one", *SEVERAL)
+    await three.until(lambda: three.engine.loaded)
+    rows = pending(three, *TOPICS)
+    await three.add(TOPIC, 5, range(1), delay_ms=FAR_MS)
+    three.kill()
+    four = await machines.served_by("one", *SEVERAL)
+    assert pending(four, TOPIC) == [rows[SHARD] + 1]
+    assert rows == [2 if topic == TOPIC else 1 for topic in TOPICS]
+
+
+@pytest.mark.parametrize("slot", [1 << 40, names.NUMBER_MAX])
+async def test_a_heartbeat_that_names_an_impossible_slot_gives_up_nothing(machines: EngineFixture, slot: int) -> None:
+    await with_rows(machines, orderly=False)
+    beat = heartbeat.read_heartbeat(machines.store, "one")
+    assert beat is not None
+    body = msgspec.json.encode(msgspec.structs.replace(beat, last_slot=slot))
+    machines.store.put(names.daemon_key("one"), body)
+    with pytest.raises(object_store.Damaged, match="delete the heartbeat if it is wrong"):
+        give_up.resolve_loss(machines.store, beat.log_id, accepted=False, say=lambda text: None)
