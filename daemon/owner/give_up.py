@@ -266,8 +266,16 @@ def begin_anew(store: object_store.ObjectStore, shard: int, *, accepted: bool, s
         heads = dict(Traces(store, logs, lambda: ()).heads_of(shard))
     topics = [*_topics_of(store, shard)]
     slot = max((*(head.last_slot for head in heads.values()), *(int(each.applied) for each in topics)), default=0)
-    # An owner that lives is superseded.
-    epoch = 1 + max((*(head.epoch for head in heads.values()), *(each.owner_epoch for each in topics)), default=0)
+    # An owner that lives is superseded, also one that has not written anything.
+    reported = [
+        epoch
+        for beat in heartbeat.read_heartbeats(store)
+        for number, epoch in zip(beat.shards, beat.epochs, strict=False)
+        if number == shard
+    ]
+    epoch = 1 + max(
+        (*reported, *(head.epoch for head in heads.values()), *(each.owner_epoch for each in topics)), default=0
+    )
     say(
         f"shard {shard}: it has no manifest. {len(topics)} topics are left as they were sealed; what checkpoints and "
         f"logs had of them, up to section {slot}, is lost, and so are topics without a manifest"

@@ -120,6 +120,19 @@ async def test_a_shard_that_has_lost_its_manifests_begins_anew_when_that_is_acce
         give_up.begin_anew(machines.store, 9, accepted=True, say=said.append)
 
 
+async def test_the_epoch_of_an_owner_that_has_written_nothing_is_not_used_again(machines: EngineFixture) -> None:
+    await with_rows(machines, orderly=False)
+    beat = heartbeat.read_heartbeat(machines.store, "one")
+    assert beat is not None
+    epochs = tuple(7 if shard == SHARD else epoch for shard, epoch in zip(beat.shards, beat.epochs, strict=True))
+    body = msgspec.json.encode(msgspec.structs.replace(beat, epochs=epochs))
+    machines.store.put(names.daemon_key("one"), body)
+    lose(machines, f"{names.shard_prefix(SHARD)}manifest/")
+    assert give_up.begin_anew(machines.store, SHARD, accepted=True, say=lambda text: None)
+    two = await machines.served_by("two", *SEVERAL)
+    assert two.shards[SHARD].epoch > 7
+
+
 async def test_a_shard_that_nothing_names_is_new(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *SEVERAL)
     assert sorted(one.shards) == list(range(SHARDS))
