@@ -46,7 +46,7 @@ from storage_backends.slot_log import SlotLog
 
 
 class StillWritten(Exception):
-    """The error if another process has written after the end of the log."""
+    """The error if another process has written after the end of the log, or a manifest of the shard."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -252,7 +252,8 @@ def begin_anew(store: object_store.ObjectStore, shard: int, *, accepted: bool, s
 
     Its topics are as they were sealed last, since their manifests hold that; what only checkpoints and logs had is
     given up. The numbers of epochs and sections that are known are not used again. Otherwise nothing is written. Calls
-    `say` with each line for the operator. Raises Corruption if there is no such shard, Damaged, and the store's errors.
+    `say` with each line for the operator. Raises Corruption if there is no such shard, StillWritten if it has got a
+    manifest meanwhile, Damaged, and the store's errors.
     """
     root = root_format.read(store)
     if root is None or not 0 <= shard < root.shards:
@@ -288,9 +289,12 @@ def begin_anew(store: object_store.ObjectStore, shard: int, *, accepted: bool, s
     stored = checkpointing.write_checkpoint(store, body, base=0, unique=_WAYS["new_id"]())
     cut = CheckpointCut(object=stored, slot=slot, log_id=max(heads, default=_WAYS["new_id"]()), at=0)
     operation = range_operations.BeginAnew(shard=shard, epoch=epoch, cut=cut)
-    commit.commit(
-        manifests, operation, writer="tarryd give-up", created_ms=time.time_ns() // 1_000_000, deadline_s=DEADLINE_S
-    )
+    try:
+        commit.commit(
+            manifests, operation, writer="tarryd give-up", created_ms=time.time_ns() // 1_000_000, deadline_s=DEADLINE_S
+        )
+    except commit.Refused as refused:
+        raise StillWritten(f"shard {shard}: {refused.reason} by now: a standby can claim it") from refused
     say("it was given up: a standby can claim the shard")
     return True
 

@@ -133,6 +133,17 @@ async def test_the_epoch_of_an_owner_that_has_written_nothing_is_not_used_again(
     assert two.shards[SHARD].epoch > 7
 
 
+async def test_of_two_that_begin_a_shard_anew_one_is_told_that_it_is_done(machines: EngineFixture) -> None:
+    await with_rows(machines, orderly=False)
+    lose(machines, f"{names.shard_prefix(SHARD)}manifest/")
+
+    def meanwhile(_: str) -> None:
+        give_up.begin_anew(machines.store, SHARD, accepted=True, say=lambda text: None)
+
+    with pytest.raises(give_up.StillWritten, match=f"shard {SHARD}: the shard has manifest 1 by now"):
+        give_up.begin_anew(machines.store, SHARD, accepted=True, say=meanwhile)
+
+
 async def test_a_shard_that_nothing_names_is_new(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *SEVERAL)
     assert sorted(one.shards) == list(range(SHARDS))
