@@ -196,7 +196,7 @@ def read_one(slots: SlotLog, number: int) -> LogSlot | None:
         try:
             return decoded(slots.log_id, number, read.body, read.damage)
         except object_store.Damaged as error:
-            before = _header_of(slots, number - 1)
+            before = None if read.body is None else _header_of(slots, number - 1)
             found = None if read.body is None or before is None else slot_restoring.restored(read.body, before)
             if found is None:
                 raise

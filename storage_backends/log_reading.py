@@ -259,6 +259,7 @@ def _slots(logs: SlotLogs, extent: Extent) -> Iterator[tuple[int, LogSlot | str]
                 try:
                     yield number, log_fence.decoded(extent.log_id, number, body, damage)
                 except object_store.Damaged as error:
-                    yield number, _restored(slots, number) or str(error)
+                    # A slot that is missing is not read again: a log may lack thousands.
+                    yield number, (None if body is None else _restored(slots, number)) or str(error)
     finally:
         slots.close()

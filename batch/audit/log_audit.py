@@ -419,20 +419,27 @@ def _holes_in(shard: int, of: LogRange, log: ReadLog | None, first: int, last: i
         return
     rows = log.covered(shard, of)
     number, slot = rows[:, 0], rows[:, 2]
-    missing = np.setdiff1d(np.arange(first, last + 1, dtype=np.uint64), slot)
     end = log.highest if of.through is None else of.through
-    for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1) if len(missing) else ():
-        lower, upper = number[slot < run[0]], number[slot > run[-1]]
+    for begin, through in _gaps(slot, first, last):
+        lower, upper = number[slot < begin], number[slot > through]
         hole = _Hole(
             log_id=of.log_id,
             after=int(lower.max()) if len(lower) else of.after,
             before=int(upper.min()) if len(upper) else end + 1,
-            first=int(run[0]),
-            last=int(run[-1]),
+            first=begin,
+            last=through,
         )
         # A slot that the store could not read has a finding of its own.
         if not any(hole.after < each < hole.before for each in log.unreadable):
             yield hole
+
+
+def _gaps(numbers: npt.NDArray[np.uint64], first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yield first and last of each run of numbers that are missing between two numbers, however far these are apart."""
+    inside = np.unique(numbers[(numbers >= first) & (numbers <= last)])
+    bounds = np.concatenate((np.array([first - 1], np.uint64), inside, np.array([last + 1], np.uint64)))
+    for place in np.flatnonzero(np.diff(bounds) > 1).tolist():
+        yield int(bounds[place]) + 1, int(bounds[place + 1]) - 1
 
 
 def _twice(tip: ShardManifest, logs: Mapping[str, ReadLog]) -> Iterator[Suspicion]:
@@ -493,10 +500,7 @@ def _flaws_of_log(log: ReadLog, tips: Sequence[ShardManifest], holes: Sequence[t
         return
     shards, logs = frozenset(naming), frozenset({log.log_id})
     needed = [end for tip in naming.values() for end in tip.certain_in(log.log_id)]
-    wanted = np.arange(lowest + 1, max(log.highest, *needed) + 1, dtype=np.uint64)
-    missing = np.setdiff1d(wanted, log.numbers)
-    for run in np.split(missing, np.flatnonzero(np.diff(missing) > 1) + 1) if len(missing) else ():
-        first, last = int(run[0]), int(run[-1])
+    for first, last in _gaps(log.numbers, lowest + 1, max(log.highest, *needed)):
         if any(after < first and last < before for after, before in holes):
             continue
         what = f"slot {first}" if first == last else f"slots {first} to {last}"

@@ -46,7 +46,7 @@ from storage_backends.slot_log import SlotLog
 
 
 class StillWritten(Exception):
-    """The error if another process has written after the end of the log."""
+    """The error if another process has written after the end of the log, or a manifest of the shard."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,7 +72,8 @@ class Loss:
     """The content that is given up: that of the log's slots with after < number <= through.
 
     `highest` is the highest slot that exists. `heads` says how far each shard certainly goes. `sections` is the number
-    of sections without a record to write for each shard that the log's daemon owned.
+    of sections without a record to write for each shard that the log's daemon owned. `first` has the first slot that
+    may have them, for shards that begin behind the end of the log.
     """
 
     log_id: str
@@ -81,18 +82,26 @@ class Loss:
     highest: int
     heads: Mapping[int, Head]
     sections: Mapping[int, int]
+    first: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def slots(self) -> list[tuple[int, bytes]]:
-        """Return the slots to write: numbers and bytes."""
+        """Return the slots to write: numbers and bytes. Raises Damaged if one would have no section."""
         heads, made = dict(self.heads), []
-        for place in range(max(self.sections.values())):
+        begins = {shard: self.first.get(shard, self.highest + 1) for shard in self.sections}
+        ends = {shard: begins[shard] + count for shard, count in self.sections.items()}
+        for number in range(self.highest + 1, max(ends.values())):
             bodies = {}
-            for shard, count in self.sections.items():
-                if place < count:
+            for shard in self.sections:
+                if begins[shard] <= number < ends[shard]:
                     heads[shard] = Head(heads[shard].epoch, heads[shard].last_slot + 1)
                     header = slot_format.SlotHeader(shard, heads[shard].epoch, ShardSlot(heads[shard].last_slot), 0)
                     bodies[shard] = slot_format.encode_slot(header, ())
-            number = self.highest + 1 + place
+            if not bodies:
+                raise object_store.Damaged(
+                    names.log_slot_key(self.log_id, number),
+                    "it is missing, and the manifests say that no shard had a section there: restore it, or restore "
+                    "log and manifests as of one time",
+                )
             whole = LogSlotHeader(log_id=self.log_id, number=number, kind=LogSlotKind.DATA, heads=dict(heads))
             made.append((number, log_slot_format.encode_log_slot(whole, bodies)))
         return made
@@ -113,17 +122,18 @@ class Loss:
 def find_loss(slots: SlotLog, shards: Iterable[OwnedShard], *, told: int) -> Loss | None:
     """Find damaged or lost slots at the end of a log; change nothing. Returns None if the log can be fenced as it is.
 
-    `told` is the slot that was certain to the log's daemon, by its heartbeat. Raises Damaged if the log has no slot or
-    its daemon owns no shard, and the store's errors.
+    `told` is the slot that was certain to the log's daemon, by its heartbeat; manifests may name later ones. Raises
+    Damaged if the log has no slot, if its daemon owns no shard, or if more is lost than can be; and the store's errors.
     """
     numbers = slots.numbers()
     if not numbers:
         raise object_store.Damaged(names.log_prefix(slots.log_id), "it has no slot: there is nothing to go by")
     highest = numbers[-1]
     newest = _newest_whole(slots, numbers)
-    if newest is not None and newest.header.kind.ends and newest.header.number == highest >= told:
-        return None
     owned = {each.tip.shard: (each, of_log) for each in shards if (of_log := each.range_in(slots.log_id)) is not None}
+    named = max((0, *(number for each, _ in owned.values() for number in each.tip.certain_in(slots.log_id))))
+    if newest is not None and newest.header.kind.ends and newest.header.number == highest >= told and highest > named:
+        return None
     if not owned:
         raise object_store.Damaged(
             names.log_prefix(slots.log_id), "its daemon owns no shard: nothing waits for its end"
@@ -139,11 +149,23 @@ def find_loss(slots: SlotLog, shards: Iterable[OwnedShard], *, told: int) -> Los
             before = of_log.first_slot - 1
             heads[shard] = Head(of_log.epoch, max(before, each.tip.checkpoint_slot) if newest is None else before)
     # The fence relies on the slot that is written last, so one at least is needed if the highest cannot be read.
-    missing = max(max(highest, told) - after, int(newest is None))
-    sections = {shard: max(missing, each.known - heads[shard].last_slot, 0) for shard, (each, _) in owned.items()}
+    through = max(highest, told, named)
+    first = {shard: of_log.after + 1 for shard, (_, of_log) in owned.items() if of_log.after > highest}
+    sections = {
+        shard: max(
+            through - max(after, first.get(shard, 0) - 1), each.known - heads[shard].last_slot, int(newest is None), 0
+        )
+        for shard, (each, _) in owned.items()
+    }
     if not any(sections.values()):
         return None
-    return Loss(slots.log_id, after, max(highest, told), highest, heads, sections)
+    if max(*sections.values(), through - highest) > LOST_MAX:
+        raise object_store.Damaged(
+            names.log_prefix(slots.log_id),
+            f"it ends at slot {highest}, and heartbeat, manifests or topics name slot {through} or sections that are "
+            f"more than {LOST_MAX} later: they are wrong; restore them, or delete the heartbeat if it is wrong",
+        )
+    return Loss(slots.log_id, after, through, highest, heads, sections, first)
 
 
 def fill_lost_slots(slots: SlotLog, loss: Loss) -> None:
@@ -175,6 +197,8 @@ def _newest_whole(slots: SlotLog, numbers: Sequence[int]) -> LogSlot | None:
 
 THREADS = 8
 DEADLINE_S = 30.0
+# Slots or sections that may be given up: a heartbeat or a manifest that is wrong may name any number.
+LOST_MAX = 1_000_000
 
 
 class _Ways(TypedDict):
@@ -228,7 +252,8 @@ def begin_anew(store: object_store.ObjectStore, shard: int, *, accepted: bool, s
 
     Its topics are as they were sealed last, since their manifests hold that; what only checkpoints and logs had is
     given up. The numbers of epochs and sections that are known are not used again. Otherwise nothing is written. Calls
-    `say` with each line for the operator. Raises Corruption if there is no such shard, Damaged, and the store's errors.
+    `say` with each line for the operator. Raises Corruption if there is no such shard, StillWritten if it has got a
+    manifest meanwhile, Damaged, and the store's errors.
     """
     root = root_format.read(store)
     if root is None or not 0 <= shard < root.shards:
@@ -242,8 +267,16 @@ def begin_anew(store: object_store.ObjectStore, shard: int, *, accepted: bool, s
         heads = dict(Traces(store, logs, lambda: ()).heads_of(shard))
     topics = [*_topics_of(store, shard)]
     slot = max((*(head.last_slot for head in heads.values()), *(int(each.applied) for each in topics)), default=0)
-    # An owner that lives is superseded.
-    epoch = 1 + max((*(head.epoch for head in heads.values()), *(each.owner_epoch for each in topics)), default=0)
+    # An owner that lives is superseded, also one that has not written anything.
+    reported = [
+        epoch
+        for beat in heartbeat.read_heartbeats(store)
+        for number, epoch in zip(beat.shards, beat.epochs, strict=False)
+        if number == shard
+    ]
+    epoch = 1 + max(
+        (*reported, *(head.epoch for head in heads.values()), *(each.owner_epoch for each in topics)), default=0
+    )
     say(
         f"shard {shard}: it has no manifest. {len(topics)} topics are left as they were sealed; what checkpoints and "
         f"logs had of them, up to section {slot}, is lost, and so are topics without a manifest"
@@ -256,9 +289,12 @@ def begin_anew(store: object_store.ObjectStore, shard: int, *, accepted: bool, s
     stored = checkpointing.write_checkpoint(store, body, base=0, unique=_WAYS["new_id"]())
     cut = CheckpointCut(object=stored, slot=slot, log_id=max(heads, default=_WAYS["new_id"]()), at=0)
     operation = range_operations.BeginAnew(shard=shard, epoch=epoch, cut=cut)
-    commit.commit(
-        manifests, operation, writer="tarryd give-up", created_ms=time.time_ns() // 1_000_000, deadline_s=DEADLINE_S
-    )
+    try:
+        commit.commit(
+            manifests, operation, writer="tarryd give-up", created_ms=time.time_ns() // 1_000_000, deadline_s=DEADLINE_S
+        )
+    except commit.Refused as refused:
+        raise StillWritten(f"shard {shard}: {refused.reason} by now: a standby can claim it") from refused
     say("it was given up: a standby can claim the shard")
     return True
 

@@ -181,7 +181,7 @@ class Takeover:
     async def _begun(self, shard: int, tip: Tip | None, fences: Fences, gone_owners: frozenset[str]) -> ClaimShard:
         """Make the claim, which is the same at each attempt to commit it."""
         if tip is None:
-            await self._run(lambda: self._traces.check_new(shard))
+            await self._run(lambda: self._traces.check_new(shard, self._manifests[shard]))
         manifest = None if tip is None else tip.manifest
         owned = None if manifest is None else manifest.open_range
         former: Fence | OwnLogEnd | None = None
@@ -233,7 +233,8 @@ class Takeover:
             raise object_store.Damaged(
                 self._manifests[tip.manifest.shard].key(tip.number),
                 f"it names slot {certain} of log {fence.log_id}, which ends at slot {fence.number}: the manifest is "
-                f"wrong, or the store has lost slots",
+                f"wrong, or the store has lost slots; restore them as of one time, or give the end of the log up with "
+                f"`tarryd give-up {fence.log_id}`",
             )
 
     async def _commit(self, claim: ClaimShard, tip: Tip | None) -> ClaimedShard:
@@ -380,7 +381,7 @@ async def check_readable(
         try:
             tip = manifests.read_tip()
             if tip is None:
-                traces.check_new(shard)
+                traces.check_new(shard, manifests)
             if tip is None or tip.manifest.open_range is not None:
                 return
             checkpoints.sections_of_shard(

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from daemon.owner.heartbeat import Heartbeat
-from storage_backends import log_fence, object_store
+from storage_backends import commit, log_fence, object_store
 from storage_backends.formats import names
 from storage_backends.formats.log_slot_format import Head, Heads
+from storage_backends.formats.manifest import ShardManifest
 from storage_backends.object_store import ObjectStore
 from storage_backends.slot_log import SlotLogs
 
@@ -28,9 +29,12 @@ class Traces:
         self._logs = logs
         self._heartbeats = heartbeats
 
-    def check_new(self, shard: int) -> None:
-        """Raise Damaged if anything names the shard, which has no manifest. Raises the store's errors."""
+    def check_new(self, shard: int, manifests: commit.ManifestLog[ShardManifest]) -> None:
+        """Raise Damaged if anything names the shard, which had no manifest. Raises the store's errors."""
         for trace in self._of(shard):
+            if manifests.read_tip() is not None:
+                # Another daemon has claimed it since, and left the trace.
+                return
             raise object_store.Damaged(
                 names.shard_manifest_prefix(shard),
                 f"shard {shard} has no manifest, but {trace}: the store has lost it; restore it, or begin anew with "

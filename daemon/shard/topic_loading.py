@@ -470,7 +470,9 @@ class TopicLoading:
                 f"its manifests are missing under {topic_log.prefix}, but checkpoint, log or objects name it"
             )
         prefix = names.topic_prefix(self._shard, topic_id)
-        if tip is None and not self._listed and any(True for _ in self._environment.store.list(prefix)):
+        has_objects = tip is None and not self._listed and any(True for _ in self._environment.store.list(prefix))
+        # Another request may have created it since the tip was read.
+        if has_objects and topic_log.read_tip() is None:
             raise Corruption(f"its manifests are missing under {topic_log.prefix}, but there are objects of it")
         if tip is not None and tip.number < number:
             raise Corruption(f"{topic_log.key(number)}: it is missing, and the checkpoint names it")

@@ -31,25 +31,27 @@ def restored(data: bytes, before: LogSlotHeader) -> LogSlot | None:
 def _candidates(
     data: bytes, before: LogSlotHeader
 ) -> Iterator[tuple[LogSlotKind, Mapping[int, Head], Mapping[int, bytes]]]:
-    """Yield CLOSE, then DATA with each number of shards whose first section is in it."""
+    """Yield CLOSE, then DATA with the sections that begin at the first place where the table may end."""
     yield LogSlotKind.CLOSE, before.heads, {}
-    begin = log_slot_format.sections_begin(len(before.heads))
-    while begin < len(data):
-        sections = dict(_sections(data[begin:]))
-        heads = {**before.heads, **{shard: head for shard, (head, _) in sections.items()}}
-        if sections and log_slot_format.sections_begin(len(heads)) == begin:
-            yield LogSlotKind.DATA, heads, {shard: body for shard, (_, body) in sections.items()}
+    begin = first = log_slot_format.sections_begin(len(before.heads))
+    while (begin := data.find(slot_format.MAGIC, begin)) >= 0:
+        if (begin - first) % log_slot_format.ENTRY_BYTES == 0:
+            # No other place is tried: a large slot has many, and reading the sections of one costs as much as the slot.
+            sections = dict(_sections(data, begin))
+            heads = {**before.heads, **{shard: head for shard, (head, _) in sections.items()}}
+            if sections and log_slot_format.sections_begin(len(heads)) == begin:
+                yield LogSlotKind.DATA, heads, {shard: body for shard, (_, body) in sections.items()}
             return
-        begin += log_slot_format.ENTRY_BYTES
+        begin += 1
 
 
-def _sections(data: bytes) -> Iterator[tuple[int, tuple[Head, bytes]]]:
-    """Yield the whole sections at the beginning of the bytes: shard, head and body."""
-    while data:
-        body = data[: slot_format.length_of(data)]
+def _sections(data: bytes, begin: int) -> Iterator[tuple[int, tuple[Head, bytes]]]:
+    """Yield the whole sections from this place on: shard, head and body."""
+    while begin < len(data):
+        body = data[begin : begin + slot_format.length_of(data[begin : begin + slot_format.HEADER_BYTES])]
         try:
             header = slot_format.decode_header(body)
         except format_errors.FormatError:
             return
         yield header.shard, (Head(header.epoch, header.slot), body)
-        data = data[len(body) :]
+        begin += len(body)

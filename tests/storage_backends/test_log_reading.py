@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 
-from storage_backends import commit, object_store
+from storage_backends import commit, file_log, object_store
 from storage_backends.formats import log_slot_format
 from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind
 from storage_backends.formats.manifest import LogRange, ShardManifest
@@ -16,6 +17,7 @@ from storage_backends.memory_store import MemoryStore
 from storage_backends.object_log import ObjectLogs
 from storage_backends.object_store import StoreUnavailable
 from tests._support.fault_store import Fault, FaultStore, Script
+from tests.storage_backends._support import log_slots
 from tests.storage_backends._support.log_slots import LOG_ID, OTHER_LOG_ID
 
 
@@ -235,6 +237,30 @@ def test_a_log_that_fails_costs_no_shard_that_needs_only_what_was_read_of_it(roo
     assert slots_of(early) == [1, 2, 3, 4]
     with pytest.raises(StoreUnavailable):
         late.complete({})
+
+
+def test_slots_that_are_missing_are_not_looked_for_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_log, "FILE_BYTES_MAX", 4_096)
+    log = file_log.FileLogs(tmp_path).log(LOG_ID)
+    for number in range(1, 101):
+        log.create(number, log_slots.slot(number))
+    log.close()
+    files = sorted(path for path in (tmp_path / ".logs" / LOG_ID).iterdir() if path.name != file_log.LOCK_FILE)
+    assert len(files) > 2
+    files[1].unlink()
+    parsed: list[int] = []
+    parse = file_log._parse
+
+    def counted(data: bytes, first: int, following: int | None) -> file_log._Parsed:
+        parsed.append(first)
+        return parse(data, first, following)
+
+    monkeypatch.setattr(file_log, "_parse", counted)
+    shard = ShardSections(manifest(log_slots.SHARD, closed(LOG_ID, log_slots.EPOCH, (0, 100), (1, 99))), 0)
+    read_logs(file_log.FileLogs(tmp_path), [shard], {})
+    assert len(parsed) < len(files)
+    with pytest.raises(object_store.Damaged, match="its record is missing"):
+        shard.complete({})
 
 
 def test_what_a_manifest_says_that_is_read_again() -> None:

@@ -767,7 +767,7 @@ class _Tasks:
     @staticmethod
     def _begun(loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(loop)
-        # Only the first of the loops that fail together is raised.
+        # If several loops fail together, only the first error is raised.
         task.add_done_callback(_tell_failure)
         return task
 

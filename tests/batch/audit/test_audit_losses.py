@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import msgspec
 import pytest
 
 from batch.audit.findings import Kind
-from storage_backends.formats import framing, names
+from storage_backends.formats import framing, manifest, names
 from storage_backends.memory_store import MemoryStore
 from tests.batch.audit._support.audits import (
     CHECKPOINTS,
@@ -56,6 +57,25 @@ def test_a_topic_whose_newest_manifest_is_gone_is_found_by_the_checkpoint(store:
 def test_a_shard_of_which_nothing_is_left_is_found_by_the_log(store: MemoryStore) -> None:
     lose(store, names.shard_prefix(0))
     assert (Kind.NO_MANIFEST, SHARD_MANIFESTS) in kinds(audited(store))
+
+
+@pytest.mark.parametrize("at", [1 << 50, names.NUMBER_MAX])
+def test_a_manifest_that_names_a_slot_far_behind_its_log_is_a_finding(store: MemoryStore, at: int) -> None:
+    newest = keys(store, SHARD_MANIFESTS)[-1]
+    body, metadata = store.get_with_metadata(newest)
+    tip = manifest.decode_shard_manifest(body)
+    assert tip.checkpoint is not None
+    owned = tip.ranges[-1]
+    cut = dataclasses.replace(tip.checkpoint, at=at, log_id=owned.log_id)
+    store.put(newest, manifest.encode_shard_manifest(dataclasses.replace(tip, checkpoint=cut)), metadata=metadata)
+    assert f"to {at} of log" in "".join(found.detail for found in findings(audited(store)))
+    closed = dataclasses.replace(owned, through=at, last_slot=at)
+    store.put(
+        newest,
+        manifest.encode_shard_manifest(dataclasses.replace(tip, owner="", address="", ranges=(closed,))),
+        metadata=metadata,
+    )
+    assert f"to {at} of shard 0" in "".join(found.detail for found in findings(audited(store)))
 
 
 def beat(store: MemoryStore, **said: object) -> None:

@@ -25,6 +25,7 @@ from tests.daemon.owner import (
     test_fences,
     test_log_collection,
     test_log_mending,
+    test_lost_folders,
     test_standby,
     test_takeover,
 )
@@ -108,6 +109,9 @@ TABLE: dict[str, tuple[Callable[..., Any], ...]] = {
         test_log_fence.test_a_log_that_is_shorter_than_its_owner_has_told_is_damaged_and_not_fenced,
         test_candidate.test_a_log_that_is_shorter_than_its_daemon_has_told_is_not_taken_over,
         test_log_mending.test_every_lost_slot_may_have_had_a_section_of_each_shard,
+    ),
+    "slots lost that the manifest of a shard names": (
+        test_lost_folders.test_the_end_of_a_log_that_only_a_manifest_knows_can_be_given_up,
     ),
     "a log cannot be read after the claims": (
         test_candidate.test_a_log_that_the_store_does_not_give_costs_the_shards_that_need_it,

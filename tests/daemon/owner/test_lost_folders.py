@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from daemon.errors import Corruption
 from daemon.owner import engine, give_up, heartbeat
+from storage_backends import object_store
 from storage_backends.formats import log_slot_format, names
 from storage_backends.formats.log_slot_format import LogSlotHeader, LogSlotKind
 from tests._support.engine_fixture import Daemon, EngineFixture
@@ -118,8 +120,47 @@ async def test_a_shard_that_has_lost_its_manifests_begins_anew_when_that_is_acce
         give_up.begin_anew(machines.store, 9, accepted=True, say=said.append)
 
 
+async def test_the_epoch_of_an_owner_that_has_written_nothing_is_not_used_again(machines: EngineFixture) -> None:
+    await with_rows(machines, orderly=False)
+    beat = heartbeat.read_heartbeat(machines.store, "one")
+    assert beat is not None
+    epochs = tuple(7 if shard == SHARD else epoch for shard, epoch in zip(beat.shards, beat.epochs, strict=True))
+    body = msgspec.json.encode(msgspec.structs.replace(beat, epochs=epochs))
+    machines.store.put(names.daemon_key("one"), body)
+    lose(machines, f"{names.shard_prefix(SHARD)}manifest/")
+    assert give_up.begin_anew(machines.store, SHARD, accepted=True, say=lambda text: None)
+    two = await machines.served_by("two", *SEVERAL)
+    assert two.shards[SHARD].epoch > 7
+
+
+async def test_of_two_that_begin_a_shard_anew_one_is_told_that_it_is_done(machines: EngineFixture) -> None:
+    await with_rows(machines, orderly=False)
+    lose(machines, f"{names.shard_prefix(SHARD)}manifest/")
+
+    def meanwhile(_: str) -> None:
+        give_up.begin_anew(machines.store, SHARD, accepted=True, say=lambda text: None)
+
+    with pytest.raises(give_up.StillWritten, match=f"shard {SHARD}: the shard has manifest 1 by now"):
+        give_up.begin_anew(machines.store, SHARD, accepted=True, say=meanwhile)
+
+
 async def test_a_shard_that_nothing_names_is_new(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *SEVERAL)
+    assert sorted(one.shards) == list(range(SHARDS))
+
+
+async def test_a_shard_that_another_daemon_claims_meanwhile_is_not_lost(machines: EngineFixture) -> None:
+    two = machines.daemon("two", *SEVERAL)
+    held = two.pause("list", names.topics_prefix(0))
+    await two.start()
+    await held.reached()
+    one = await machines.served_by("one", *SEVERAL)
+    await one.add(TOPICS[0], 1, range(1), delay_ms=FAR_MS)
+    await asyncio.sleep(2 * heartbeat.INTERVAL_S)
+    held.release()
+    await asyncio.sleep(LOOKED_S)
+    assert two.damage_found("shard") == 0
+    assert two.engine.health.stands_by
     assert sorted(one.shards) == list(range(SHARDS))
 
 
@@ -211,3 +252,48 @@ async def test_a_fence_below_what_the_daemon_reported_is_no_end(machines: Engine
     assert f"tarryd give-up {log_id}" in two.engine.health.reason
     assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=lambda text: None)
     await two.serving()
+
+
+@pytest.mark.parametrize("checkpoints", [1, 2], ids=["below the checkpoint", "below the whole range"])
+async def test_the_end_of_a_log_that_only_a_manifest_knows_can_be_given_up(
+    machines: EngineFixture, checkpoints: int
+) -> None:
+    one = await machines.served_by("one", *SEVERAL)
+    for topic in TOPICS:
+        await one.add(topic, 1, range(1), delay_ms=FAR_MS)
+    kept = machines.slots()
+    for _ in range(checkpoints):
+        await one.add(TOPIC, 2, range(1), delay_ms=FAR_MS)
+        await one.shards[SHARD].checkpoints.write_last()
+    one.kill()
+    log_id = kept[-1].split("/")[1]
+    lose(machines, names.DAEMONS_PREFIX, *(key for key in machines.slots() if key not in kept))
+    two = await machines.served_by("one", *SEVERAL)
+    await asyncio.sleep(LOOKED_S)
+    assert SHARD not in two.shards
+    assert f"tarryd give-up {log_id}" in two.engine.health.reason
+    await two.stop()
+    said: list[str] = []
+    assert not give_up.resolve_loss(machines.store, log_id, accepted=False, say=said.append)
+    assert f"shard {SHARD} sections" in said[0]
+    assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=said.append)
+    assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=said.append)
+    three = await machines.served_by("one", *SEVERAL)
+    await three.until(lambda: three.engine.loaded)
+    rows = pending(three, *TOPICS)
+    await three.add(TOPIC, 5, range(1), delay_ms=FAR_MS)
+    three.kill()
+    four = await machines.served_by("one", *SEVERAL)
+    assert pending(four, TOPIC) == [rows[SHARD] + 1]
+    assert rows == [2 if topic == TOPIC else 1 for topic in TOPICS]
+
+
+@pytest.mark.parametrize("slot", [1 << 40, names.NUMBER_MAX])
+async def test_a_heartbeat_that_names_an_impossible_slot_gives_up_nothing(machines: EngineFixture, slot: int) -> None:
+    await with_rows(machines, orderly=False)
+    beat = heartbeat.read_heartbeat(machines.store, "one")
+    assert beat is not None
+    body = msgspec.json.encode(msgspec.structs.replace(beat, last_slot=slot))
+    machines.store.put(names.daemon_key("one"), body)
+    with pytest.raises(object_store.Damaged, match="delete the heartbeat if it is wrong"):
+        give_up.resolve_loss(machines.store, beat.log_id, accepted=False, say=lambda text: None)

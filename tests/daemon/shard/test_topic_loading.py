@@ -186,3 +186,30 @@ async def test_a_topic_that_was_born_during_the_listing_is_found_when_it_is_load
     await two.serving()
     two.context.run(two.topic("t").failed, RuntimeError("a bug"))
     assert (await two.add("t", 1, range(5))).duplicates == 5
+
+
+async def test_a_topic_that_is_created_while_another_request_looks_for_it_is_not_damaged(
+    machines: EngineFixture,
+) -> None:
+    await (await machines.served_by("one")).stop()
+    one = machines.daemon("one")
+    listing = one.pause("list", names.topics_prefix(0))
+    birth = one.pause("put_if_absent", names.topic_manifest_prefix(0, names.topic_id("t")))
+    await one.start()
+    await listing.reached()
+    first = one.add("t", 1, range(1), delay_ms=FAR_MS)
+    await birth.reached()
+    reading = one.pause("list", names.topic_manifest_prefix(0, names.topic_id("t")))
+    second = one.add("t", 2, range(1), delay_ms=FAR_MS)
+    await reading.reached()
+    looking = one.pause("list", names.topic_prefix(0, names.topic_id("t")))
+    reading.release()
+    await looking.reached()
+    birth.release()
+    await first
+    looking.release()
+    await second
+    listing.release()
+    await one.until(lambda: one.engine.loaded)
+    assert one.topic("t").core.index.pending_rows == 2
+    assert one.damage_found("topic") == 0

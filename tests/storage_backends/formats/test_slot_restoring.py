@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -85,3 +86,11 @@ def test_what_is_not_proved_is_not_restored() -> None:
     for length in range(len(body)):
         assert slot_restoring.restored(body[:length], BEFORE) is None
     assert slot_restoring.restored(b"damaged", BEFORE) is None
+
+
+@pytest.mark.parametrize("begins", [b"", slot_format.MAGIC], ids=["noise", "many sections that are none"])
+def test_a_large_slot_that_cannot_be_restored_takes_no_longer_than_to_read_it(begins: bytes) -> None:
+    part = begins + bytes(log_slot_format.ENTRY_BYTES - len(begins))
+    before_s = time.process_time()
+    assert slot_restoring.restored(bytes(log_slot_format.sections_begin(3)) + part * (1 << 16), BEFORE) is None
+    assert time.process_time() - before_s < 0.5
