@@ -55,8 +55,11 @@ async def test_a_topic_that_its_former_owner_deletes_before_the_claim_lands_lose
 
 async def test_what_was_read_of_a_topic_before_its_deletion_is_not_served_after_it(machines: EngineFixture) -> None:
     one = machines.daemon("one", *SMALL)
-    listing = one.pause("list", TOPICS)
+    claiming = one.pause("list", TOPICS)
     await one.start()
+    await claiming.reached()
+    listing = one.pause("list", TOPICS)
+    claiming.release()
     await listing.reached()
     await one.until(lambda: one.engine.health.serving)
     birth = one.pause("put_if_absent", MANIFESTS)
