@@ -112,9 +112,10 @@ class LogCollection:
         for shard, manifests in enumerate(self._manifests):
             tip = manifests.read_tip()
             if tip is None:
-                # A shard that has lost its manifests may need any log.
-                self._traces.check_new(shard)
-            else:
+                # A shard that has lost its manifests may need any log; a new one may be claimed meanwhile.
+                self._traces.check_new(shard, manifests)
+                tip = manifests.read_tip()
+            if tip is not None:
                 named.update(each.log_id for each in tip.manifest.ranges)
         unnamed = sorted(ends.keys() - named)
         for log_id in unnamed:
