@@ -313,7 +313,7 @@ def the_manifests_are_read_first(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(LogCollection, "_delete_dead", delete)
     # It finds most of what this bug would do, but not all.
-    patch.setattr(Traces, "check_new", lambda traces, shard: None)
+    patch.setattr(Traces, "check_new", lambda traces, shard, manifests: None)
 
 
 async def test_manifests_that_are_read_before_the_ends_are_found(
