@@ -499,7 +499,8 @@ class Admission:
         try:
             return await serve(data, call)
         finally:
-            call.decided()
+            # 0 if it is counted otherwise by now
+            self._receiving.decided(call.undecided_bytes)
 
     def identities_changed(self) -> None:
         """End the open calls of callers that are no longer known, or whose rights have changed."""

@@ -18,7 +18,7 @@ import asyncio
 import collections
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from daemon import config, errors
 
@@ -35,13 +35,6 @@ SWEEP_S: Final = 0.25
 RETRY_MS: Final = 1_000
 
 T = TypeVar("T")
-
-
-class _Turn(NamedTuple):
-    """The turn of a call, and the number of sweeps before it."""
-
-    caller: str
-    since: int
 
 
 class Arriving(Protocol):
@@ -74,8 +67,9 @@ class Receiving:
         self._queued_bytes_max = half_bytes // 2
         self._arrival_s = settings.grpc.request_arrival_s
         # Calls whose messages are awaited, and their number by caller. gRPC tells a caller only while its call is open.
-        self._turns: dict[Arriving, _Turn] = {}
-        self._held: collections.Counter[str] = collections.Counter()
+        self._turns: dict[Arriving, tuple[str, int]] = {}
+        """Caller, and the number of sweeps before the turn"""
+        self._held: collections.defaultdict[str, int] = collections.defaultdict(int)
         self._waiting: dict[str, dict[Arriving, asyncio.Future[None]]] = {}
         """Calls that wait for a turn, by caller; first the one whose last turn is the longest ago"""
         self._waiting_calls = 0
@@ -85,6 +79,8 @@ class Receiving:
         self._queued_bytes = 0
         self._long = asyncio.Lock()
         self._room = asyncio.Event()
+        self._awaits_room = 0
+        """How many wait for room"""
 
     def received(self, size_bytes: int) -> None:
         """Count a request until it is decided."""
@@ -95,7 +91,8 @@ class Receiving:
     def decided(self, size_bytes: int) -> None:
         """Count a request no longer."""
         self._undecided_bytes -= size_bytes
-        self._tell_room()
+        if self._awaits_room:
+            self._tell_room()
 
     def queued(self, size_bytes: int) -> None:
         """Count a request until its lane reads it."""
@@ -104,7 +101,8 @@ class Receiving:
     def dequeued(self, size_bytes: int) -> None:
         """Count a request that waited for its lane no longer."""
         self._queued_bytes -= size_bytes
-        self._tell_room()
+        if self._awaits_room:
+            self._tell_room()
 
     @property
     def queues_are_full(self) -> bool:
@@ -124,7 +122,11 @@ class Receiving:
         """Wait until another request may be received."""
         while self._is_full:
             self._room.clear()
-            await self._room.wait()
+            self._awaits_room += 1
+            try:
+                await self._room.wait()
+            finally:
+                self._awaits_room -= 1
 
     @contextlib.asynccontextmanager
     async def long_request(self, name: str) -> AsyncGenerator[None]:
@@ -143,12 +145,13 @@ class Receiving:
         Ends the call if the message is not whole in time. Raises `QuotaExceeded` if too many calls wait.
         """
         caller = call.caller
-        if needs_room and self._is_full:
+        if needs_room and self._undecided_bytes + self._queued_bytes >= self._undecided_bytes_max:
             await self.room()
         if self._waiting or len(self._turns) >= self._turns_max:
             await self._turn_of(call, caller)
         else:
-            self._begin(call, caller)
+            self._turns[call] = caller, self._sweeps
+            self._held[caller] += 1
         if self._sweeping is None:
             self._sweep()
         try:
@@ -186,10 +189,6 @@ class Receiving:
             self._waiting[caller] = calls
         self._waiting_calls -= 1
 
-    def _begin(self, call: Arriving, caller: str) -> None:
-        self._turns[call] = _Turn(caller, self._sweeps)
-        self._held[caller] += 1
-
     def _end(self, call: Arriving) -> None:
         """Take the call's turn, and give it to a caller that has the fewest."""
         caller, _ = self._turns.pop(call)
@@ -197,12 +196,13 @@ class Receiving:
         if not self._held[caller]:
             del self._held[caller]
         while self._waiting and len(self._turns) < self._turns_max:
-            caller = min(self._waiting, key=self._held.__getitem__)
+            caller = min(self._waiting, key=lambda each: self._held.get(each, 0))
             call, turn = next(iter(self._waiting[caller].items()))
             self._leave_queue(call, caller)
             # A call that has left cannot take the turn.
             if not turn.done():
-                self._begin(call, caller)
+                self._turns[call] = caller, self._sweeps
+                self._held[caller] += 1
                 turn.set_result(None)
 
     def _sweep(self) -> None:
@@ -212,10 +212,10 @@ class Receiving:
         """
         self._sweeping = None
         self._sweeps += 1
-        slow = [call for call, turn in self._turns.items() if self._sweeps - turn.since > 1 and not call.is_ending]
-        slow.sort(key=lambda call: -self._held[self._turns[call].caller])
+        slow = [call for call, (_, since) in self._turns.items() if self._sweeps - since > 1 and not call.is_ending]
+        slow.sort(key=lambda call: -self._held[self._turns[call][0]])
         for index, call in enumerate(slow):
-            if (self._sweeps - self._turns[call].since - 1) * SWEEP_S >= self._arrival_s:
+            if (self._sweeps - self._turns[call][1] - 1) * SWEEP_S >= self._arrival_s:
                 call.end(
                     errors.Unavailable(f"no whole message arrived within {self._arrival_s:g} s; nothing was changed")
                 )
