@@ -226,11 +226,11 @@ FORGED = Directed(daemons=1, chaos_s=30.0, weights={}, weights_of_ledgers={}, ow
 OWNED = Directed(owners=True)
 
 BUGS = (
-    Bug("pending deletes", a_deletion_is_answered_before_it_is_durable, SLOW, seed=2),
+    Bug("pending deletes", a_deletion_is_answered_before_it_is_durable, SLOW, seed=0),
     Bug("pending deletes", an_attempt_does_not_wait_for_its_begin, SLOW),
     Bug("pending deletes", answers_of_attempts_are_not_journaled, OWNED, seed=0),
     Bug("pending deletes", a_checkpoint_forgets_that_attempts_have_begun, KILLED, seed=15),
-    Bug("pending deletes", a_checkpoint_forgets_that_something_may_be_deleted, KILLED, seed=0),
+    Bug("pending deletes", a_checkpoint_forgets_that_something_may_be_deleted, KILLED, seed=14),
     Bug("pending deletes", a_checkpoint_forgets_how_often_attempts_failed, FAILING, seed=1),
     Bug("pending deletes", a_ledger_s_metadata_is_not_compared, FORGED, seed=2),
     Bug("pending deletes", a_cursor_s_key_is_not_compared, FORGED, seed=2),
