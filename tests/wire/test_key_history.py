@@ -81,6 +81,19 @@ def test_a_row_comes_after_its_acknowledgement_was_answered(history: KeyHistory,
     assert len(history.breaches) == 1
 
 
+def test_a_row_that_was_added_once_more_may_come_once_more_after_its_acknowledgement(
+    history: KeyHistory, rows: list[Row]
+) -> None:
+    rows[0].added_again = 1
+    for _ in range(2):
+        receives(history, ONE, rows[0])
+        history.acknowledging(ONE, rows[0])
+        rows[0].acknowledgement_answered = True
+    assert history.breaches == []
+    receives(history, ONE, rows[0])
+    assert len(history.breaches) == 1
+
+
 def test_a_nacked_row_comes_before_its_delay_is_over_or_without_a_count(history: KeyHistory, rows: list[Row]) -> None:
     receives(history, ONE, rows[0])
     history.nacking(ONE, rows[0], delay_ms=0)

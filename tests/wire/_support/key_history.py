@@ -29,6 +29,8 @@ class Row:
     """`deliver_at_ms`: 0 of a planned one. `number`: its place among those of its key that are of its kind.
     `is_asked_for`: a plan that names it may be read after an acknowledgement that was sent later, on another stream.
     `is_planned_anew`: it was, and nothing was known any more of what had become of it before.
+    `added_again`: how often it was sent once more to be added. Each of these adds may be decided late, behind the
+    acknowledgement of the row: then it comes again.
     """
 
     position: Position
@@ -39,6 +41,7 @@ class Row:
     in_time: bool = False
     is_asked_for: bool = False
     is_planned_anew: bool = False
+    added_again: int = 0
     came: bool = False
     is_acknowledged: bool = False
     acknowledgement_answered: bool = False
@@ -104,7 +107,9 @@ class KeyHistory:
             row.is_planned_anew |= row.is_asked_for and row.is_acknowledged
             row.is_asked_for = False
         if row.acknowledgement_answered and not row.is_planned_anew:
-            self.breach(f"{what}: it is acknowledged: {row}")
+            if not row.added_again:
+                self.breach(f"{what}: it is acknowledged: {row}")
+            row.added_again = max(0, row.added_again - 1)
         if row.nack_answered and not count and not row.is_planned_anew:
             self.breach(f"{what}: it is negatively acknowledged: {row}")
         if not row.came and self._is_behind(self._came, row):

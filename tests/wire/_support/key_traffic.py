@@ -133,6 +133,8 @@ class Adder:
                 check_may_be_told(error)
                 self.unanswered += 1
                 await asyncio.sleep(PAUSE_S)
+            for row in batch:
+                row.added_again += 1
         self.under_way -= 1
         answered_ms = now_ms()
         if answered_ms > sent_ms + self._growth * min(self._delays_ms.values()):
