@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -509,7 +510,8 @@ async def test_the_audit_log_tells_of_changes_and_refusals_without_a_token(guard
         (line["message"], line["identity"], line["call"], line["topic"], line["subscription"], line["outcome"])
         for line in guarded.lines()
     ]
-    assert told == [
+    # A guest asks again after a refusal whose status gRPC lost: such a call has its line twice.
+    assert [line for line, _ in itertools.groupby(told)] == [
         ("call", "all", "Dispatch/CreateSubscription", "own/a", "s", "OK"),
         ("call", "all", "Admin/DeleteTopic", "own/none", "", "NOT_FOUND"),
         ("refused", "inspect", "Admin/DeleteTopic", "", "", "PERMISSION_DENIED"),
