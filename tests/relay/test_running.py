@@ -103,6 +103,24 @@ async def test_what_is_handed_out_again_while_it_is_acknowledged_is_acknowledged
     assert daemon.acknowledged == [4, 4]
 
 
+async def test_what_is_handed_out_twice_before_it_is_acknowledged_is_acknowledged_twice() -> None:
+    # A message that was nacked, and added again after its acknowledgement: two rows with one name.
+    together, apart = (tarry.DeliveryId(1, entry, None, 5_000, 1) for entry in (4, 5))
+    broker, daemon = Listed(failing={"due"}), Daemon(due=[together, together, apart])
+    given = [apart]
+
+    def is_done() -> bool:
+        if given and not daemon.due:
+            daemon.due.append(given.pop())
+        elif not given and not daemon.due:
+            broker.failing.clear()
+        return len(daemon.acknowledged) == 4
+
+    await relayed(broker, daemon, is_done)
+    assert len(broker.published) == 2
+    assert sorted(daemon.acknowledged) == [4, 4, 5, 5]
+
+
 async def test_a_lane_that_was_lost_is_not_committed_and_its_next_one_is() -> None:
     daemon = Daemon(holds_adds=asyncio.Event())
     again = port.Portion([read(1, "p0/2", delay="5s")], lost_lanes=["p0/1"])
@@ -214,7 +232,7 @@ async def test_what_is_parked_and_comes_again_with_another_stream_is_published_o
             daemon.due += again
         elif again and not daemon.due and not daemon.holding & set(again):
             broker.failing.clear()
-        return len(daemon.acknowledged) == 40
+        return len(set(daemon.acknowledged)) == 40
 
     await relayed(broker, daemon, has_come_again, said=few)
     assert len(broker.published) == 40

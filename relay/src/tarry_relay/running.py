@@ -13,6 +13,7 @@ import dataclasses
 import enum
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -110,8 +111,8 @@ class Relay:
         self._portions = Portions(settings.relay.memory_bytes // 2, settings.relay.rows)
         self._unacknowledged: set[tarry.DeliveryId | None] = set()
         """Deliveries that are not acknowledged; a consumer may already have failed to process one"""
-        self._again: set[tarry.DeliveryId | None] = set()
-        """Those of them that were delivered again since they were last acknowledged or rejected"""
+        self._again: Counter[tarry.DeliveryId | None] = Counter()
+        """How often each of them was delivered beyond the first time, and must be acknowledged or rejected again"""
         self._ending = asyncio.Event()
         metrics.watch(self._passage)
 
@@ -277,15 +278,16 @@ class Relay:
         """Return the rows of a batch that are not in flight here already.
 
         Such a row was parked, and its stream has ended since; or its former delivery was nacked when Tarry had this
-        one's acknowledgement, whose answer is not here yet.
+        one's acknowledgement, whose answer is not here yet; or the message has two rows with one name, since it was
+        nacked and read again after its acknowledgement.
         """
         names = [tarry.DeliveryId.parse(batch.delivery_id(row)) for row in range(len(batch))]
-        # A name that occurs twice comes from two streams.
         last = {name: row for row, name in enumerate(names)}
         new = sorted(row for name, row in last.items() if name not in self._unacknowledged)
         if len(new) < len(names):
-            subscription.release(batch.take(sorted({*range(len(names))} - {*new})))
-            self._again.update(self._unacknowledged.intersection(names))
+            repeated = sorted({*range(len(names))} - {*new})
+            subscription.release(batch.take(repeated))
+            self._again.update(names[row] for row in repeated)
         self._unacknowledged.update(names)
         return [Item(Step.HANDED_OUT, Content(delivery_id=names[row], handed_out=(batch, row))) for row in new]
 
@@ -541,16 +543,20 @@ class Relay:
     def _handing_back(self, items: Sequence[MessageItem]) -> Iterator[None]:
         """Acknowledge or reject within the block.
 
-        A message delivered again meanwhile is acknowledged once more, because the answer may be about the former
-        delivery.
+        A message is acknowledged as often as it was delivered: Tarry may have two rows with its name, and a delivery
+        that comes before the answer may not be what the answer is about.
         """
-        names = {item.content.delivery_id for item in items}
-        self._again -= names
         yield
-        again = self._again & names
-        self._unacknowledged -= names - again
         for item in items:
-            self._passage.answer(item, Answer.AGAIN if item.content.delivery_id in again else Answer.DONE)
+            name = item.content.delivery_id
+            is_again = name in self._again
+            if is_again:
+                self._again[name] -= 1
+                if not self._again[name]:
+                    del self._again[name]
+            else:
+                self._unacknowledged.discard(name)
+            self._passage.answer(item, Answer.AGAIN if is_again else Answer.DONE)
 
     async def _commit(self, of: ReadLog) -> None:
         failures = 0
