@@ -137,7 +137,13 @@ class GrpcSettings(Section, frozen=True):
         ),
     ] = 256 << 20
     request_arrival_s: Annotated[
-        float, Meta(ge=1, le=3600, description="Time for a request to arrive whole; on streams, for the first one.")
+        float,
+        Meta(
+            ge=1,
+            le=3600,
+            description="Time for a request to arrive whole; on streams, for the first one. A call waits as long for "
+            "its turn to be received.",
+        ),
     ] = 30.0
     keepalive_time_s: Annotated[
         float, Meta(ge=1, le=7200, description="Silence after which the daemon probes a connection.")

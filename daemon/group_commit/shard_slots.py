@@ -140,9 +140,10 @@ class ShardSlots:
         return slot.applied if patient else slot.certain
 
     def _append(self, records: Sequence[Record], effects: RequestEffects | None) -> _Slot:
-        slot = self._slot_with_room(sum(map(size_max, records)))
-        for record in records:
-            slot.builder.append(record)
+        sizes_bytes = list(map(size_max, records))
+        slot = self._slot_with_room(sum(sizes_bytes))
+        for record, size_bytes in zip(records, sizes_bytes, strict=True):
+            slot.builder.append(record, size_bytes)
         if effects is not None:
             effects.begin()
         return slot

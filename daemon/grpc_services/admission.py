@@ -19,7 +19,7 @@ import functools
 import urllib.parse
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Set
 from types import MappingProxyType
-from typing import Any, Final, NoReturn, TypeAlias, cast
+from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
@@ -29,7 +29,6 @@ from google.protobuf.descriptor import MethodDescriptor
 from daemon import audit_log, errors
 from daemon.audit_log import AuditLog
 from daemon.auth import EVERY_TOPIC, Door, Identities, Identity, Scope, bearer_of
-from daemon.core.quotas import Caller
 from daemon.grpc_services import status
 from daemon.grpc_services.receiving import Receiving
 from tarry.v1 import access_pb2
@@ -146,6 +145,8 @@ class Context:
         self.read: Callable[[], Awaitable[object]] = self._read_in_turn
         self._read = context.read
         self.peer = context.peer
+        self.caller = host_of(context.peer())
+        """The identity of the caller, or else its host"""
         self.invocation_metadata = context.invocation_metadata
         self.time_remaining = context.time_remaining
         self.auth_context = context.auth_context
@@ -154,11 +155,6 @@ class Context:
         self._rule = rule
         self._refused = refused
         self._audit_log = audit_log
-
-    @property
-    def caller(self) -> str:
-        """The identity of the caller, or else its host."""
-        return host_of(self.peer()) if self.identity is None else self.identity.name
 
     @property
     def is_ending(self) -> bool:
@@ -173,7 +169,11 @@ class Context:
         if EVERY_TOPIC in self.topic_prefixes:
             self.read = self._read
             return await self._read()
-        return await self.receiving.in_turn(self, self._read)
+        message = await self.receiving.in_turn(self, self._read)
+        if isinstance(message, bytes):
+            # `pipeline` counts what takes long.
+            self.receiving.decided(len(message))
+        return message
 
     async def write(self, response: bytes) -> None:
         """Send a response, unless the call is about to end.
@@ -241,6 +241,7 @@ class Context:
             self.identity = self._identify(identities)
         except errors.Unauthenticated as refusal:
             self._refuse(refusal)
+        self.caller = self.identity.name
         self._check_scope({self._rule.scope, self._rule.topic_wide})
 
     def lost(self, identities: Identities) -> errors.TarryError | None:
@@ -407,7 +408,7 @@ class Admission:
 
     def guarded(self, method: MethodDescriptor, handler: Any) -> Any:
         """Wrap a handler of bytes so that only authorized callers reach it."""
-        return self._wrapped(handler, Rule.of(method), self._admit)
+        return self._wrapped(handler, Rule.of(method), is_open=False)
 
     def open_to_everyone(self, name: str, handler: Any) -> Any:
         """Wrap a handler of a call that is none of the contract, whose requests are small."""
@@ -437,29 +438,39 @@ class Admission:
                 await status.abort(call, error)
 
         rule = Rule(name=name, scope=None, topic_wide=None, topic=(), any_prefix=True, audited=False, audited_with="")
-        return self._wrapped(handler._replace(**{kind: served}), rule, lambda call: None)
+        return self._wrapped(handler._replace(**{kind: served}), rule, is_open=True)
 
-    def _wrapped(self, handler: Any, rule: Rule, admit: Callable[[Context], None]) -> Any:
+    def _wrapped(self, handler: Any, rule: Rule, *, is_open: bool) -> Any:
         """Make a handler that is called before a message is received, as gRPC calls those of streams of requests."""
         kind = _kind_of(handler)
         serve: Callable[[Any, Context], Awaitable[Any]] = getattr(handler, kind)
-        if kind != "stream_stream":
-            serve = functools.partial(self._serve_one, serve, rule.is_counted)
+        has_one_request, is_counted = kind != "stream_stream", rule.is_counted
 
         async def guarding(_: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> Any:
             call = Context(context, rule, self._refused, self._audit_log, self._receiving)
             call.is_audited = rule.audited
             try:
-                admit(call)
+                if not is_open and (identities := self.door.identities) is not None:
+                    call.admit(identities)
             except (errors.Unauthenticated, errors.PermissionDenied) as refusal:
                 await status.abort(call, refusal)
-            task = call.task = cast("asyncio.Task[Any]", asyncio.current_task())
+            task: Any = asyncio.current_task()
+            call.task = task
             self._open.add(call)
+            data: object = None
             try:
                 try:
-                    answer = await serve(None, call)
+                    if has_one_request:
+                        data = await self._receiving.in_turn(call, context.read, needs_room=is_counted)
+                        if not isinstance(data, bytes):
+                            raise errors.InvalidArgument("message: it is missing; the call has one request")
+                        if is_counted:
+                            call.undecided_bytes = len(data)
+                    answer = await serve(data, call)
                     call.outcome = grpc.StatusCode.OK
                     return answer
+                except errors.TarryError as error:
+                    await status.abort(call, error)
                 except asyncio.CancelledError:
                     if call.ended is None:
                         call.outcome = grpc.StatusCode.CANCELLED
@@ -467,40 +478,18 @@ class Admission:
                     task.uncancel()
                     await status.abort(call, call.ended)
             except grpc.aio.AbortError as aborted:
-                # gRPC keeps it with its call, in a cycle. The frames of its tracebacks would keep the request.
-                aborted.__context__ = None
+                # gRPC keeps it with its call, in a cycle. Its frames, this one among them, would keep the request.
+                data = aborted.__context__ = None
                 raise aborted.with_traceback(None) from None
             finally:
                 self._open.remove(call)
+                if call.undecided_bytes:
+                    self._receiving.decided(call.undecided_bytes)
                 if call.is_audited and not call.is_refused:
                     call.tell()
 
         make = grpc.stream_unary_rpc_method_handler if kind == "unary_unary" else grpc.stream_stream_rpc_method_handler
         return make(guarding, response_serializer=handler.response_serializer)
-
-    def _admit(self, call: Context) -> None:
-        if (identities := self.door.identities) is not None:
-            call.admit(identities)
-
-    async def _serve_one(
-        self, serve: Callable[[Any, Context], Awaitable[Any]], is_counted: bool, _: object, call: Context
-    ) -> Any:
-        """Receive the one request of a call, and serve it."""
-        try:
-            data: object = await self._receiving.in_turn(call, call.grpc_context.read, needs_room=is_counted)
-            if not isinstance(data, bytes):
-                raise errors.InvalidArgument("message: it is missing; the call has one request")
-        except errors.TarryError as error:
-            await status.abort(call, error)
-        call.undecided_bytes = len(data)
-        self._receiving.received(len(data))
-        if not is_counted:
-            call.decided()
-        try:
-            return await serve(data, call)
-        finally:
-            # 0 if it is counted otherwise by now
-            self._receiving.decided(call.undecided_bytes)
 
     def identities_changed(self) -> None:
         """End the open calls of callers that are no longer known, or whose rights have changed."""
@@ -577,7 +566,7 @@ def client_of(context: Context) -> str:
                     f"{CLIENT_ID_MAX_BYTES}"
                 )
             return client
-    return host_of(context.peer())
+    return context.caller
 
 
 def waits_by_itself(context: Context, wait_s: float) -> bool:
@@ -601,8 +590,3 @@ def host_of(peer: str) -> str:
         return peer
     host = urllib.parse.unquote(address).rpartition(":")[0]
     return host.removeprefix("[").removesuffix("]")
-
-
-def caller_of(context: Context, size_bytes: int) -> Caller:
-    """Return the caller of one request of that size. Raises `InvalidArgument`."""
-    return Caller(client_of(context), size_bytes)

@@ -50,7 +50,7 @@ class DelayedDelivery:
 
     async def _add(self, data: bytes, context: Context) -> bytes:
         topic, subscription, rows = row_requests.add(data, self._bounds, check=context.check_named)
-        caller = admission.caller_of(context, len(data))
+        caller = Caller(admission.client_of(context), len(data))
         requests = self._engine.requests
         answer: Awaitable[AddOutcome] | None
         if isinstance(rows, AddRow):
@@ -138,11 +138,12 @@ class _AddStream:
             await pipeline.end(reader, draining)
 
     async def _read(self) -> None:
-        while (data := await self._pipeline.read()) is not None:
+        while isinstance(data := await self._context.read(), bytes):
             self._take(data)
             # An idle stream keeps no request.
             del data
-            await self._pipeline.room()
+            if not self._pipeline.has_room:
+                await self._pipeline.room()
 
     def _take(self, data: bytes) -> None:
         request_id, work = self._parse(data)

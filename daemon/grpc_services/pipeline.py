@@ -58,11 +58,6 @@ class Pipeline:
         """True if a request is unanswered, or its answer is being written."""
         return self._requests > 0
 
-    async def read(self) -> bytes | None:
-        """Return the next request, or None after the caller's last one."""
-        data: object = await self._context.read()
-        return data if isinstance(data, bytes) else None
-
     def submit(
         self,
         size_bytes: int,
@@ -99,6 +94,12 @@ class Pipeline:
                 self._finish(size_bytes, undecided_bytes, answer, error)
 
         future.add_done_callback(finished)
+
+    @property
+    def has_room(self) -> bool:
+        """True if another request may be read now."""
+        is_full = self._requests >= self._requests_max or self._bytes >= self._bytes_max
+        return not is_full and self._receiving.free_bytes > 0
 
     async def room(self) -> None:
         """Wait until another request may be read. A request larger than the bound is still served, alone."""

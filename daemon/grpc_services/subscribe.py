@@ -198,8 +198,8 @@ class SubscribeStream:
                 getattr(opening, name).MergeFrom(getattr(part, name))
 
     async def _read_part_of_open(self, expected: str) -> pb.Open:
-        data = await self._pipeline.read()
-        if data is None:
+        data = await self._dispatcher.read()
+        if not isinstance(data, bytes):
             raise errors.InvalidArgument("open: the stream ended before it; the first message is open")
         request = parsing.parse(pb.SubscribeRequest, data, self._bounds)
         kind = request.WhichOneof("request")
@@ -271,11 +271,12 @@ class SubscribeStream:
         if of_permits is not None and self._put is not None:
             of_permits.send = functools.partial(_put_all, self._put)
         try:
-            while (data := await self._pipeline.read()) is not None:
+            while isinstance(data := await self._dispatcher.read(), bytes):
                 self._take(stream, data)
                 # An idle stream keeps no request.
                 del data
-                await self._pipeline.room()
+                if not self._pipeline.has_room:
+                    await self._pipeline.room()
         finally:
             if of_permits is not None:
                 of_permits.send = None

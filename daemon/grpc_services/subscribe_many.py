@@ -287,7 +287,8 @@ class SubscribeManyStream:
             while self._must_wait():
                 self._room.clear()
                 await self._room.wait()
-            await self._context.receiving.room()
+            if self._context.receiving.free_bytes <= 0:
+                await self._context.receiving.room()
 
     def _must_wait(self) -> bool:
         """Return whether lanes must read before the stream is read. One whose lanes have read everything is."""

@@ -301,7 +301,8 @@ class SlotBuilder:
         """An upper bound of the size of the encoded section (bytes)."""
         return self._size_bytes
 
-    def append(self, record: Record) -> None:
+    def append(self, record: Record, size_bytes: int | None = None) -> None:
+        """Take a record. `size_bytes` is its `size_max`, if the caller knows it."""
         barrier = _barrier(record)
         if record.topic_id not in self._open or self._last[record.topic_id] is not barrier:
             self._last[record.topic_id] = barrier
@@ -316,7 +317,7 @@ class SlotBuilder:
             self._groups.append(group)
         group.records.append(record)
         self._rows += record.row_count
-        self._size_bytes += size_max(record)
+        self._size_bytes += size_max(record) if size_bytes is None else size_bytes
 
     def append_deletions(self, record: DeletionRecord) -> None:
         self._deletions.append(record)

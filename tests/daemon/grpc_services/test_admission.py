@@ -381,10 +381,13 @@ UNTOLD = AuditLog(AccessSettings())
 class SlowCall:
     """gRPC's context of a call whose responses take until they are `sent`."""
 
-    read = peer = invocation_metadata = time_remaining = auth_context = abort = None
+    read = invocation_metadata = time_remaining = auth_context = abort = None
 
     def __init__(self) -> None:
         self.sent = asyncio.Event()
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
 
     async def write(self, response: bytes) -> None:
         del response

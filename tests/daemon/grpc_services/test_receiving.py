@@ -15,7 +15,9 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from daemon import config, errors
-from daemon.grpc_services import parsing, receiving
+from daemon.audit_log import AuditLog
+from daemon.auth import Door
+from daemon.grpc_services import admission, parsing, receiving, unary
 from daemon.grpc_services.receiving import Receiving
 from daemon.owner.engine import Engine
 from tarry.packed_fields import nested, tag_bytes
@@ -28,6 +30,7 @@ ADD = pb.AddMessagesRequest(topic="t", ledger_id=[1], entry_id=[1], delay_ms=[60
 ARRIVAL_S = 30.0
 OVERRIDES = ("grpc.listen=127.0.0.1:0", "grpc.drain_s=0")
 # Half of it is for two messages of 1 MiB and their room
+FREE_BYTES = 4 << 20
 TWO_TURNS = ("grpc.received_bytes_max=8388608", "limits.message_bytes_max=1048576")
 
 
@@ -61,11 +64,11 @@ class Call:
 class Turns:
     receiving: Receiving
 
-    async def begun(self, *callers: str) -> list[Call]:
+    async def begun(self, *callers: str, needs_room: bool = True) -> list[Call]:
         """Calls whose message is to be received, in this order."""
         calls = [Call(caller) for caller in callers]
         for call in calls:
-            call.task = asyncio.create_task(self.receiving.in_turn(call, call.read))
+            call.task = asyncio.create_task(self.receiving.in_turn(call, call.read, needs_room=needs_room))
         await self.settled()
         return calls
 
@@ -185,6 +188,90 @@ def test_nothing_is_received_while_half_the_budget_is_not_decided() -> None:
     in_virtual_time(story)
 
 
+def test_calls_that_wait_take_no_turn_while_there_is_no_room() -> None:
+    async def story(turns: Turns) -> None:
+        calls = await turns.begun(*["a"] * 6)
+        for call in calls[:2]:
+            call.message.set_result(bytes(2 << 20))
+        await turns.settled()
+        # The first was not too much yet.
+        assert awaited(calls) == [True, True, True, False, False, False]
+        calls[2].message.set_result(bytes(1 << 20))
+        await turns.settled()
+        assert awaited(calls)[3:] == [False, False, False]
+        turns.receiving.decided(2 << 20)
+        await turns.settled()
+        assert awaited(calls)[3:] == [True, True, False]
+
+    in_virtual_time(story)
+
+
+def test_what_needs_no_room_goes_first_while_there_is_none() -> None:
+    async def story(turns: Turns) -> None:
+        held = await turns.begun("a", "a")
+        waiting = await turns.begun("a", "b")
+        (health,) = await turns.begun("c", needs_room=False)
+        turns.receiving.received(4 << 20)
+        held[0].message.set_result(b"")
+        await turns.settled()
+        assert awaited([*waiting, health]) == [False, False, True]
+        held[1].message.set_result(b"")
+        health.message.set_result(b"")
+        (health,) = await turns.begun("c", needs_room=False)
+        assert awaited([*waiting, health]) == [False, False, True]
+
+    in_virtual_time(story)
+
+
+def test_a_call_that_finds_no_room_in_its_time_is_refused() -> None:
+    async def story(turns: Turns) -> None:
+        turns.receiving.received(4 << 20)
+        (call,) = await turns.begun("a")
+        assert call.task is not None
+        await asyncio.sleep(ARRIVAL_S - 1)
+        assert not call.task.done()
+        await asyncio.sleep(2)
+        with pytest.raises(
+            errors.QuotaExceeded, match=r"was not received within 30 s: .* grpc\.received_bytes_max"
+        ) as refused:
+            await call.task
+        assert refused.value.retry_after_ms == receiving.RETRY_MS
+        assert not call.is_awaited
+        turns.receiving.decided(4 << 20)
+        (call,) = await turns.begun("a")
+        assert call.is_awaited
+
+    in_virtual_time(story)
+
+
+def test_too_many_calls_that_wait_for_room_are_refused() -> None:
+    async def story(turns: Turns) -> None:
+        turns.receiving.received(4 << 20)
+        *waiting, refused = await turns.begun(*["a"] * (64 + 1))
+        assert not any(call.task is None or call.task.done() for call in waiting)
+        assert refused.task is not None
+        with pytest.raises(errors.QuotaExceeded, match=r"^64 requests wait .* grpc\.received_bytes_max limits them"):
+            await refused.task
+        (health,) = await turns.begun("a", needs_room=False)
+        assert health.is_awaited
+
+    in_virtual_time(story)
+
+
+def test_slow_messages_do_not_end_for_calls_that_wait_for_room() -> None:
+    async def story(turns: Turns) -> None:
+        held = await turns.begun("a", "a")
+        turns.receiving.received(4 << 20)
+        await turns.begun("b")
+        await asyncio.sleep(4 * receiving.SWEEP_S)
+        assert not any(call.is_ending for call in held)
+        turns.receiving.decided(4 << 20)
+        await asyncio.sleep(receiving.SWEEP_S)
+        assert [call.is_ending for call in held] == [True, False]
+
+    in_virtual_time(story)
+
+
 def test_requests_that_wait_for_their_lane_never_keep_the_others_out() -> None:
     async def story(turns: Turns) -> None:
         turns.receiving.queued(64 << 20)
@@ -299,6 +386,78 @@ def test_a_request_of_several_messages_is_one_of_its_kind_and_has_to_come_in_tim
         with pytest.raises(errors.Unavailable, match="open was not whole within 30 s"):
             await first
         second.cancel()
+
+    in_virtual_time(story)
+
+
+class Whole:
+    """gRPC's context of a call whose request is there."""
+
+    auth_context = time_remaining = None
+
+    def __init__(self, request: object) -> None:
+        self._request = request
+
+    async def read(self) -> object:
+        return self._request
+
+    async def write(self, _: bytes) -> None:
+        """It is read at once."""
+
+    async def abort(self, *_: object) -> None:
+        raise grpc.aio.AbortError
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+
+@pytest.mark.parametrize("end", ["answered", "streamed", "refused", "left", "left, and it continues", "missing"])
+def test_each_end_of_a_call_gives_back_what_it_took(end: str) -> None:
+    work: list[asyncio.Future[bytes]] = []
+
+    async def serve(_: bytes, call: Any) -> bytes:
+        assert free() == -(4 << 20)
+        if end == "refused":
+            raise errors.InvalidArgument("so")
+        if end == "streamed":
+            await call.write(b"")
+            assert free() == 0
+        elif end == "left":
+            await asyncio.Event().wait()
+        elif end == "left, and it continues":
+            work.append(asyncio.get_running_loop().create_future())
+            return await unary.unbroken(work[0], call)
+        return b""
+
+    received: list[Receiving] = []
+
+    def free() -> int:
+        return received[0].free_bytes - FREE_BYTES
+
+    async def story(turns: Turns) -> None:
+        received.append(turns.receiving)
+        settings = config.load(environment={}, overrides=[])
+        gate = admission.Admission(
+            Door(settings.tls, settings.access), AuditLog(settings.access), lambda _: None, turns.receiving
+        )
+        add = pb.DESCRIPTOR.services_by_name["DelayedDelivery"].methods_by_name["AddMessages"]
+        guarded = gate.guarded(add, grpc.unary_unary_rpc_method_handler(serve))
+        request = grpc.aio.EOF if end == "missing" else bytes(4 << 20)
+        served = asyncio.ensure_future(guarded.stream_unary(None, Whole(request)))
+        await turns.settled()
+        if "left" in end:
+            served.cancel()
+        await asyncio.wait([served])
+        if work:
+            assert free() == -(4 << 20)
+            work[0].set_result(b"")
+            await turns.settled()
+        assert free() == 0
+        (call,) = await turns.begun("a")
+        assert call.is_awaited
 
     in_virtual_time(story)
 
