@@ -175,7 +175,10 @@ class FileLog(SlotLog):
             highest = self._stored_highest() or 0
             firsts = [first for first in self.firsts() if first <= highest]
             # A file may have any number as its name.
-            spans = (range(first, min(after, self._far(first))) for first, after in itertools.pairwise((*firsts, highest + 1)))
+            spans = (
+                range(first, min(after, self._far(first)))
+                for first, after in itertools.pairwise((*firsts, highest + 1))
+            )
             return [*itertools.chain.from_iterable(spans)]
 
     def delete_through(self, number: int) -> None:
