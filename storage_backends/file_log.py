@@ -34,6 +34,7 @@ from storage_backends.slot_log import LogHeld, ReadSlot, SlotLog
 
 LOGS_FOLDER: Final = ".logs"
 LOCK_FILE: Final = "LOCK"
+_TEMPORARY_FILE: Final = "REPLACING"
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
 """Size of a file (bytes) beyond which a record begins another one; a longer record has a file of its own."""
 MISSING_TOLD_MAX: Final = 10_000
@@ -132,8 +133,7 @@ class FileLog(SlotLog):
                 raise object_store.AlreadyExists(self._key(number), f"the log goes up to slot {self._last}")
             if number > self._last + 1:
                 raise ValueError(f"slot {number} of log {self.log_id} after slot {self._last} would leave a gap")
-            framed = _FRAMED.pack(len(slot), number)
-            record = framed + framing.crc32c(framed, slot).to_bytes(4, "little") + slot + _END
+            record = _framed(number, slot)
             file = self._file
             if file is None or ends or self._file_bytes + len(record) > FILE_BYTES_MAX:
                 file = self._begin_file(number)
@@ -180,6 +180,20 @@ class FileLog(SlotLog):
                 for first, after in itertools.pairwise((*firsts, highest + 1))
             )
             return [*itertools.chain.from_iterable(spans)]
+
+    def replace(self, number: int, slot: bytes) -> None:
+        with self._using, self._usable():
+            self._hold(may_make=False)
+            firsts = self.firsts()
+            first = max(each for each in firsts if each <= number)
+            following = min((each for each in firsts if each > number), default=None)
+            parts = []
+            for record in self._records_of(first, following):
+                body = slot if record.number == number else record.slot
+                if body is None:
+                    raise object_store.Damaged(self._key(record.number), record.damage)
+                parts.append(_framed(record.number, body))
+            self._replace_file(first, b"".join(parts))
 
     def delete_through(self, number: int) -> None:
         with self._using, self._usable():
@@ -262,6 +276,20 @@ class FileLog(SlotLog):
             raise
         self._file, self._file_bytes = file, 0
         return file
+
+    def _replace_file(self, first: int, content: bytes) -> None:
+        """Replace a file as a whole, so that a crash leaves the former one or this one."""
+        temporary = self._folder / _TEMPORARY_FILE
+        with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, _MODE)) as file:
+            file.write(content)
+            file.flush()
+            self._synchronise(file.fileno())
+        os.rename(temporary, self._path(first))
+        self._synchronise_folder(self._folder)
+        if self._file is not None:
+            # It may be the one that was replaced: the next record begins another one.
+            os.close(self._file)
+            self._file = None
 
     def _append(self, file: int, number: int, record: bytes) -> None:
         try:
@@ -386,6 +414,12 @@ class FileLog(SlotLog):
 
 
 # ---- the bytes of a file
+
+
+def _framed(number: int, slot: bytes) -> bytes:
+    """Return the record of a slot."""
+    framed = _FRAMED.pack(len(slot), number)
+    return framed + framing.crc32c(framed, slot).to_bytes(4, "little") + slot + _END
 
 
 def _parse(data: bytes, first: int, following: int | None) -> _Parsed:
