@@ -234,7 +234,7 @@ def identity_of(data: bytes) -> SlotIdentity:
 
 
 class SlotNote(NamedTuple):
-    """What a store keeps of a slot beside its bytes.
+    """The note that a store keeps of a slot beside its bytes.
 
     `sections` are the heads of the shards that have a section in it, or None if they are not noted.
     """
