@@ -34,14 +34,16 @@ from storage_backends.slot_log import LogHeld, ReadSlot, SlotLog
 
 LOGS_FOLDER: Final = ".logs"
 LOCK_FILE: Final = "LOCK"
+_TEMPORARY_FILE: Final = "REPLACING"
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
 """Size of a file (bytes) beyond which a record begins another one; a longer record has a file of its own."""
 MISSING_TOLD_MAX: Final = 10_000
-"""Missing records before a file that are named; a foreign file may have any number as its name."""
+"""Missing records before a file that are named. A file without a whole record that lies further off is foreign."""
 
 _FRAME: Final = struct.Struct("<IQI")
 _FRAMED: Final = struct.Struct("<IQ")
 _END: Final = b"\x17"
+_RECORD_BYTES_MIN: Final = _FRAME.size + log_slot_format.HEADER_BYTES + len(_END)
 _NUMBER_DIGITS: Final = 20
 _MODE: Final = 0o600
 _FOLDER_MODE: Final = 0o700
@@ -73,8 +75,8 @@ class FileLogs:
         match path.relative_to(self._folder).parts:
             case [log_id]:
                 return log_slot_format.is_log_id(log_id)
-            case [_, name]:
-                return path.is_file() and (name == LOCK_FILE or names.number_in("", name) is not None)
+            case [log_id, name] if log_slot_format.is_log_id(log_id):
+                return path.is_file() and (name == LOCK_FILE or names.number_in("", name) in self.log(log_id).firsts())
         return False
 
 
@@ -131,8 +133,7 @@ class FileLog(SlotLog):
                 raise object_store.AlreadyExists(self._key(number), f"the log goes up to slot {self._last}")
             if number > self._last + 1:
                 raise ValueError(f"slot {number} of log {self.log_id} after slot {self._last} would leave a gap")
-            framed = _FRAMED.pack(len(slot), number)
-            record = framed + framing.crc32c(framed, slot).to_bytes(4, "little") + slot + _END
+            record = _framed(number, slot)
             file = self._file
             if file is None or ends or self._file_bytes + len(record) > FILE_BYTES_MAX:
                 file = self._begin_file(number)
@@ -153,7 +154,7 @@ class FileLog(SlotLog):
 
     def read(self, after: int, through: int) -> list[ReadSlot]:
         with self._using, self._usable():
-            firsts = self._firsts()
+            firsts = self.firsts()
             found: list[ReadSlot] = []
             for place, first in enumerate(firsts):
                 following = firsts[place + 1] if place + 1 < len(firsts) else None
@@ -171,15 +172,35 @@ class FileLog(SlotLog):
 
     def numbers(self) -> list[int]:
         with self._using, self._usable():
-            firsts, highest = self._firsts(), self._stored_highest()
-            return [] if highest is None else list(range(firsts[0], highest + 1))
+            highest = self._stored_highest() or 0
+            firsts = [first for first in self.firsts() if first <= highest]
+            # A file may have any number as its name.
+            spans = (
+                range(first, min(after, self._far(first)))
+                for first, after in itertools.pairwise((*firsts, highest + 1))
+            )
+            return [*itertools.chain.from_iterable(spans)]
+
+    def replace(self, number: int, slot: bytes) -> None:
+        with self._using, self._usable():
+            self._hold(may_make=False)
+            firsts = self.firsts()
+            first = max(each for each in firsts if each <= number)
+            following = min((each for each in firsts if each > number), default=None)
+            parts = []
+            for record in self._records_of(first, following):
+                body = slot if record.number == number else record.slot
+                if body is None:
+                    raise object_store.Damaged(self._key(record.number), record.damage)
+                parts.append(_framed(record.number, body))
+            self._replace_file(first, b"".join(parts))
 
     def delete_through(self, number: int) -> None:
         with self._using, self._usable():
             highest = (self._last if self._lock_file is not None else self._stored_highest()) or 0
             if number >= highest:
                 raise ValueError(f"slot {highest} of log {self.log_id} is its highest, which must stay")
-            firsts = self._firsts()
+            firsts = self.firsts()
             for first, following in itertools.pairwise(firsts):
                 if following <= number + 1:
                     self._path(first).unlink(missing_ok=True)
@@ -225,7 +246,7 @@ class FileLog(SlotLog):
 
     def _cut_torn(self) -> None:
         """Cut off the torn end: with the lock held, no other process will complete it."""
-        firsts = self._firsts()
+        firsts = self.firsts()
         self._last = firsts[-1] - 1 if firsts else 0
         if not firsts:
             return
@@ -255,6 +276,20 @@ class FileLog(SlotLog):
             raise
         self._file, self._file_bytes = file, 0
         return file
+
+    def _replace_file(self, first: int, content: bytes) -> None:
+        """Replace a file as a whole, so that a crash leaves the former one or this one."""
+        temporary = self._folder / _TEMPORARY_FILE
+        with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, _MODE)) as file:
+            file.write(content)
+            file.flush()
+            self._synchronise(file.fileno())
+        os.rename(temporary, self._path(first))
+        self._synchronise_folder(self._folder)
+        if self._file is not None:
+            # It may be the one that was replaced: the next record begins another one.
+            os.close(self._file)
+            self._file = None
 
     def _append(self, file: int, number: int, record: bytes) -> None:
         try:
@@ -287,17 +322,40 @@ class FileLog(SlotLog):
     def _key(self, number: int) -> str:
         return names.log_slot_key(self.log_id, number)
 
-    def _firsts(self) -> list[int]:
-        """Return the first numbers of the files, ascending."""
+    def firsts(self) -> list[int]:
+        """Return the first numbers of the files, ascending, without foreign ones."""
         try:
             with os.scandir(self._folder) as listed:
                 found = (names.number_in("", each.name) for each in listed if each.is_file(follow_symlinks=False))
-                return sorted(number for number in found if number is not None)
+                named = sorted(number for number in found if number is not None)
         except FileNotFoundError:
             return []
+        foreign = {
+            each
+            for first, following in itertools.pairwise(named)
+            if following - first > MISSING_TOLD_MAX and following > self._far(first)
+            for each in (first, following)
+            if not self._has_whole(each)
+        }
+        return [first for first in named if first not in foreign]
+
+    def _far(self, first: int) -> int:
+        """Return the number after all that the file of this first number may hold, and that may be missing there."""
+        try:
+            size_bytes = self._path(first).stat().st_size
+        except FileNotFoundError:
+            size_bytes = FILE_BYTES_MAX
+        return first + size_bytes // _RECORD_BYTES_MIN + MISSING_TOLD_MAX + 1
+
+    def _has_whole(self, first: int) -> bool:
+        try:
+            data = self._path(first).read_bytes()
+        except FileNotFoundError:
+            return False
+        return _whole_at(data, 0, first) is not None or _next_whole(data, 0, first) is not None
 
     def _stored_highest(self) -> int | None:
-        firsts = self._firsts()
+        firsts = self.firsts()
         for place in range(len(firsts) - 1, -1, -1):
             following = firsts[place + 1] if place + 1 < len(firsts) else None
             records = self._records_of(firsts[place], following)
@@ -356,6 +414,12 @@ class FileLog(SlotLog):
 
 
 # ---- the bytes of a file
+
+
+def _framed(number: int, slot: bytes) -> bytes:
+    """Return the record of a slot."""
+    framed = _FRAMED.pack(len(slot), number)
+    return framed + framing.crc32c(framed, slot).to_bytes(4, "little") + slot + _END
 
 
 def _parse(data: bytes, first: int, following: int | None) -> _Parsed:

@@ -23,7 +23,7 @@ from typing import Any, Final, TypeAlias
 from storage_backends import object_store
 from storage_backends.formats import format_errors, log_slot_format, names, slot_restoring
 from storage_backends.formats.log_slot_format import Heads, LogSlot, LogSlotHeader, LogSlotKind, Writer
-from storage_backends.slot_log import LogHeld, SlotLog, SlotLogs
+from storage_backends.slot_log import LogHeld, ReadSlot, SlotLog, SlotLogs
 
 log = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ def _patiently(slots: SlotLog, step: Step, delays_s: Iterator[float], sleep: Cal
             if isinstance(step, ListHighest):
                 return slots.highest()
             if isinstance(step, ReadOne):
-                return read_one(slots, step.number)
+                return _read_end(slots, step.number)
             return _create(slots, step)
         except LogHeld:
             raise
@@ -171,6 +171,14 @@ def _patiently(slots: SlotLog, step: Step, delays_s: Iterator[float], sleep: Cal
                 raise
             log.warning("cannot fence a log, retrying: %s", error)
         sleep(delay_s)
+
+
+def _read_end(slots: SlotLog, number: int) -> LogSlot | None:
+    found = read_one(slots, number)
+    if found is not None and found.lost:
+        key = names.log_slot_key(slots.log_id, number)
+        log.error("%s is damaged: it had sections of shards %s, and of no others", key, list(found.lost))
+    return found
 
 
 def ended_at(logs: SlotLogs, log_id: str) -> int | None:
@@ -190,19 +198,33 @@ def ended_at(logs: SlotLogs, log_id: str) -> int | None:
 def read_one(slots: SlotLog, number: int) -> LogSlot | None:
     """Read one slot and check its header and table. Returns None if it is absent. Raises Damaged.
 
-    If they are damaged, the slot before it may show what they were.
+    If they are damaged, they are restored where the slot before it and its sections show what they were, or where a
+    note beside it does; by a note, its sections are damaged.
     """
     for read in slots.read(number - 1, number):
         try:
             return decoded(slots.log_id, number, read.body, read.damage)
         except object_store.Damaged as error:
-            before = None if read.body is None else _header_of(slots, number - 1)
-            found = None if read.body is None or before is None else slot_restoring.restored(read.body, before)
+            found = _restored(slots, read, error)
             if found is None:
                 raise
-            log.error("restored a damaged log slot from its sections and the slot before it: %s", error)
+            if not found.lost:
+                log.error("restored a damaged log slot from its sections and the slot before it: %s", error)
             return found
     return None
+
+
+def _restored(slots: SlotLog, read: ReadSlot, error: object_store.Damaged) -> LogSlot | None:
+    # The bytes of another version are not damaged.
+    may_be_lost = not isinstance(error.__cause__, format_errors.UnsupportedVersion)
+    if read.number == 1:
+        return slot_restoring.opening(slots.log_id, read.body) if may_be_lost and read.body is not None else None
+    before = _header_of(slots, read.number - 1)
+    found = None if before is None or read.body is None else slot_restoring.restored(read.body, before)
+    if found is not None or before is None or not may_be_lost:
+        return found
+    note = slots.noted(read.number)
+    return None if note is None else slot_restoring.noted(note, before, read.body or b"")
 
 
 def _header_of(slots: SlotLog, number: int) -> LogSlotHeader | None:

@@ -51,6 +51,14 @@ class Extent(NamedTuple):
     through: int
 
 
+class EndDamaged(object_store.Damaged):
+    """The error of a section in the last slot of a range, and so in the newest one of a log that has ended."""
+
+    def __init__(self, log_id: str, number: int, reason: str) -> None:
+        super().__init__(names.log_slot_key(log_id, number), reason)
+        self.log_id = log_id
+
+
 class Verdict(enum.Enum):
     """The verdict of a manifest on slots that were read by an older one.
 
@@ -88,6 +96,8 @@ class ShardSections:
         self._found: dict[int, Section] = {}
         # (log id, number) -> why the slot, or the section in it, cannot be read
         self._damage: dict[tuple[str, int], str] = {}
+        # Those of them whose slot is known to have a section of the shard
+        self._damaged_sections: set[tuple[str, int]] = set()
         # The second section found for a section number, which is damage
         self._twice: Section | None = None
         # The store's error for a log that is needed
@@ -119,6 +129,7 @@ class ShardSections:
             body = slot.section(self._shard)
         except format_errors.FormatError as error:
             self._damage[log_id, number] = str(error)
+            self._damaged_sections.add((log_id, number))
             return
         section = Section(head.epoch, head.last_slot, body, log_id, number)
         if self._found.setdefault(section.slot, section) is not section:
@@ -180,9 +191,10 @@ class ShardSections:
         ]
         between = f"after slot {after}" + (f" and before slot {before}" if upper or each.through else "")
         why = f" ({'; '.join(reasons[:3])})" if reasons else ""
-        return object_store.Damaged(
-            names.log_prefix(each.log_id), f"shard {self._shard}, shard slot {slot}, {between}: {detail}{why}"
-        )
+        reason = f"shard {self._shard}, shard slot {slot}, {between}: {detail}{why}"
+        if each.through is not None and (each.log_id, each.through) in self._damaged_sections:
+            return EndDamaged(each.log_id, each.through, reason)
+        return object_store.Damaged(names.log_prefix(each.log_id), reason)
 
 
 def extents_once(wanted: Iterable[Extent]) -> list[Extent]:

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import concurrent.futures
 import itertools
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 
 from storage_backends import object_store
 from storage_backends.formats import log_slot_format, names
-from storage_backends.formats.log_slot_format import LogSlotKind, SlotIdentity
+from storage_backends.formats.log_slot_format import Head, LogSlotKind, SlotIdentity, SlotNote
 from storage_backends.slot_log import ReadSlot, SlotLog
 
 _KIND = "kind"
 _FINGERPRINT = "fingerprint"
+_SECTIONS = "sections"
+# Longest note of the sections of a slot (characters), which S3's limit of metadata leaves room for
+_SECTIONS_MAX = 1_800
+_SECTION = re.compile(r"([0-9]{1,10}):([0-9]{1,19}):([0-9]{1,19})")
 # Slots read by one call if a read is no request: passing each to a thread would take longer.
 PORTION_SLOTS = 64
 
@@ -48,6 +53,30 @@ def _is_slot(key: str) -> bool:
     return log_slot_format.is_log_id(log_id) and names.number_in(names.log_prefix(log_id), key) is not None
 
 
+def _metadata_of(slot: bytes) -> dict[str, str]:
+    """Return the metadata of a slot: its identity, and the heads of the shards with a section in it, if they fit."""
+    kind, fingerprint = log_slot_format.identity_of(slot)
+    metadata = {_KIND: kind.name.lower(), _FINGERPRINT: f"{fingerprint:08x}"}
+    if kind is LogSlotKind.DATA:
+        read = log_slot_format.decode_log_slot(slot)
+        heads = ((shard, read.header.heads[shard]) for shard in read.shards)
+        sections = " ".join(f"{shard}:{head.epoch}:{head.last_slot}" for shard, head in heads)
+        if len(sections) <= _SECTIONS_MAX:
+            metadata[_SECTIONS] = sections
+    return metadata
+
+
+def _note(metadata: Mapping[str, str]) -> SlotNote | None:
+    """Return what the metadata of an object says of a slot, or None if it is not that of a slot."""
+    try:
+        identity = SlotIdentity(LogSlotKind[metadata[_KIND].upper()], int(metadata[_FINGERPRINT], 16))
+    except (KeyError, ValueError):
+        return None
+    found = [_SECTION.fullmatch(each) for each in metadata.get(_SECTIONS, "").split()]
+    sections = {int(each[1]): Head(int(each[2]), int(each[3])) for each in found if each is not None}
+    return SlotNote(identity, sections if len(sections) == len(found) > 0 else None)
+
+
 class ObjectLog(SlotLog):
     """One log, whose owner is the object that created its first slot.
 
@@ -66,11 +95,10 @@ class ObjectLog(SlotLog):
         self._doubtful_below = 0
 
     def create(self, number: int, slot: bytes) -> None:
-        kind, fingerprint = log_slot_format.identity_of(slot)
-        if kind is LogSlotKind.OPEN:
+        metadata = _metadata_of(slot)
+        if log_slot_format.identity_of(slot).kind is LogSlotKind.OPEN:
             self._low = number
         self._top = max(self._top, number)
-        metadata = {_KIND: kind.name.lower(), _FINGERPRINT: f"{fingerprint:08x}"}
         self._store.put_if_absent(self._key(number), slot, metadata=metadata)
 
     def head(self, number: int) -> SlotIdentity | None:
@@ -79,10 +107,16 @@ class ObjectLog(SlotLog):
             metadata = self._store.head(key).metadata
         except object_store.NotFound:
             return None
+        note = _note(metadata)
+        if note is None:
+            raise object_store.Damaged(key, f"its metadata {dict(metadata)} is not that of a log slot")
+        return note.identity
+
+    def noted(self, number: int) -> SlotNote | None:
         try:
-            return SlotIdentity(LogSlotKind[metadata[_KIND].upper()], int(metadata[_FINGERPRINT], 16))
-        except (KeyError, ValueError):
-            raise object_store.Damaged(key, f"its metadata {dict(metadata)} is not that of a log slot") from None
+            return _note(self._store.head(self._key(number)).metadata)
+        except (object_store.NotFound, object_store.Damaged):
+            return None
 
     def read(self, after: int, through: int) -> list[ReadSlot]:
         portion = 1 if self._store.reads_are_requests else PORTION_SLOTS
@@ -95,6 +129,9 @@ class ObjectLog(SlotLog):
 
     def numbers(self) -> list[int]:
         return sorted(self._listed())
+
+    def replace(self, number: int, slot: bytes) -> None:
+        self._store.put(self._key(number), slot, metadata=_metadata_of(slot))
 
     def delete_through(self, number: int) -> None:
         if self._low is None:

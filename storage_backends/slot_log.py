@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 
 from storage_backends import object_store
 from storage_backends.formats import log_slot_format, names
-from storage_backends.formats.log_slot_format import SlotIdentity
+from storage_backends.formats.log_slot_format import SlotIdentity, SlotNote
 
 
 class LogHeld(object_store.StoreUnavailable):
@@ -72,6 +72,13 @@ class SlotLog(ABC):
     def head(self, number: int) -> SlotIdentity | None:
         """Return the identity of the slot with this number, or None if there is none. Raises `Damaged`."""
 
+    def noted(self, number: int) -> SlotNote | None:
+        """Return what is stored of the slot beside its bytes, or None if nothing is, as in a form without such notes.
+
+        It says what a damaged slot was.
+        """
+        return None
+
     @abstractmethod
     def read(self, after: int, through: int) -> list[ReadSlot]:
         """Return the slots with after < number <= through that exist, ascending."""
@@ -83,6 +90,13 @@ class SlotLog(ABC):
     @abstractmethod
     def numbers(self) -> list[int]:
         """Return the numbers of all slots, ascending, including damaged ones."""
+
+    @abstractmethod
+    def replace(self, number: int, slot: bytes) -> None:
+        """Replace the bytes of a slot below the end of the log by what an operator accepts in their place.
+
+        May be repeated after an error. Raises `Damaged` if that needs slots that cannot be read.
+        """
 
     @abstractmethod
     def delete_through(self, number: int) -> None:

@@ -69,6 +69,7 @@ class LogCollection:
         self._traces = Traces(environment.store, logs, lambda: heartbeat.read_heartbeats(environment.store))
         # Logs that have no end and that no manifest names
         self._told: dict[str, _Told] = {}
+        self._logged_heartbeats: dict[str, heartbeat.LoggedDamage] = {}
 
     async def own(self, *, dry_run: bool) -> ObjectCount:
         """Delete slots of this daemon's log that no shard needs. Returns their count; a dry run only counts."""
@@ -141,7 +142,7 @@ class LogCollection:
 
     def _heartbeats(self) -> dict[str, Heartbeat]:
         """Return by log the newest heartbeat of the daemon that writes it."""
-        beats = heartbeat.read_heartbeats(self._environment.store)
+        beats = heartbeat.read_heartbeats(self._environment.store, logged=self._logged_heartbeats)
         return {beat.log_id: beat for beat in beats if not beat.log_ended}
 
 

@@ -3,6 +3,7 @@
     the newest slot that can be read        shows how far the log certainly goes for each shard
     each later slot                         may have had one section of each shard, with unknown content
     as many sections without a record       are written after the end; then the log can be fenced like any other
+    damaged sections of the newest slot     are replaced in it by sections without a record, once the log has its end
 
 The numbers of sections that are given up are not used again. Topics and checkpoints may have recorded them as applied,
 and would skip new content under these numbers.
@@ -38,8 +39,8 @@ from storage_backends import (
     store_opening,
     topic_manifest,
 )
-from storage_backends.formats import checkpoint_format, log_slot_format, names, slot_format
-from storage_backends.formats.log_slot_format import Head, LogSlot, LogSlotHeader, LogSlotKind, ShardSlot
+from storage_backends.formats import checkpoint_format, format_errors, log_slot_format, names, slot_format
+from storage_backends.formats.log_slot_format import Head, LogSlot, LogSlotHeader, LogSlotKind, ShardSlot, Writer
 from storage_backends.formats.manifest import CheckpointCut, LogRange, ShardManifest, TopicManifest
 from storage_backends.shard_listing import ShardListing
 from storage_backends.slot_log import SlotLog
@@ -90,12 +91,9 @@ class Loss:
         begins = {shard: self.first.get(shard, self.highest + 1) for shard in self.sections}
         ends = {shard: begins[shard] + count for shard, count in self.sections.items()}
         for number in range(self.highest + 1, max(ends.values())):
-            bodies = {}
-            for shard in self.sections:
-                if begins[shard] <= number < ends[shard]:
-                    heads[shard] = Head(heads[shard].epoch, heads[shard].last_slot + 1)
-                    header = slot_format.SlotHeader(shard, heads[shard].epoch, ShardSlot(heads[shard].last_slot), 0)
-                    bodies[shard] = slot_format.encode_slot(header, ())
+            these = [shard for shard in self.sections if begins[shard] <= number < ends[shard]]
+            heads |= {shard: Head(heads[shard].epoch, heads[shard].last_slot + 1) for shard in these}
+            bodies = _without_records({shard: heads[shard] for shard in these})
             if not bodies:
                 raise object_store.Damaged(
                     names.log_slot_key(self.log_id, number),
@@ -184,6 +182,77 @@ def fill_lost_slots(slots: SlotLog, loss: Loss) -> None:
                 raise StillWritten(f"slot {number} of log {loss.log_id} is there: its daemon lives") from error
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LostSections:
+    """The damaged sections, by shard, of the newest slot of a log; `kept` are those that are whole."""
+
+    header: LogSlotHeader
+    kept: Mapping[int, bytes]
+    lost: Mapping[int, Head]
+
+    def slot(self) -> bytes:
+        """Return the slot to write in place of the damaged one."""
+        return log_slot_format.encode_log_slot(self.header, {**self.kept, **_without_records(self.lost)})
+
+    def describe(self) -> str:
+        """Describe the loss to the operator, who has to accept it."""
+        lost = [f"shard {shard} section {head.last_slot}" for shard, head in sorted(self.lost.items())]
+        return (
+            f"log {self.header.log_id}: sections of slot {self.header.number}, its newest one, are damaged: what was "
+            f"added, acknowledged or changed last is lost, in part or whole: {', '.join(lost)}"
+        )
+
+
+def find_lost_sections(slots: SlotLog, tips: Iterable[ShardManifest]) -> LostSections | None:
+    """Find damaged sections of the newest slot that the shards need; None if there are none, or if it is unreadable.
+
+    A section below a shard's checkpoint is not needed. Raises the store's errors.
+    """
+    number = slots.highest() or 0
+    try:
+        slot = log_fence.read_one(slots, number)
+        if slot is not None and slot.header.kind.ends:
+            slot = log_fence.read_one(slots, number - 1)
+    except object_store.Damaged:
+        return None
+    if slot is None or slot.header.kind is not LogSlotKind.DATA:
+        return None
+    kept, damaged = {}, {}
+    for shard in slot.shards:
+        try:
+            kept[shard] = slot.section(shard)
+        except format_errors.FormatError:
+            damaged[shard] = slot.header.heads[shard]
+    lost = {
+        tip.shard: head
+        for tip in tips
+        if (head := damaged.get(tip.shard)) is not None
+        and head.last_slot > tip.checkpoint_slot
+        and any(each.covers(slots.log_id, slot.header.number, head) for each in tip.ranges)
+    }
+    return LostSections(slot.header, kept, lost) if lost else None
+
+
+def replace_lost_sections(slots: SlotLog, loss: LostSections, *, told: int) -> None:
+    """Fence the log, and write sections without a record in place of the lost ones. May be repeated after an error.
+
+    Raises StillWritten if the log continues, and the store's errors.
+    """
+    writer = Writer("tarryd give-up", "", "")
+    fence = log_fence.fence_log(slots, writer, told=told, delays_s=iter(()), sleep=time.sleep)
+    if fence.end != loss.header.number:
+        raise StillWritten(f"log {slots.log_id} goes on after slot {loss.header.number}: its daemon has written it")
+    slots.replace(loss.header.number, loss.slot())
+
+
+def _without_records(heads: Mapping[int, Head]) -> dict[int, bytes]:
+    """Return sections without a record, which only use their numbers up."""
+    return {
+        shard: slot_format.encode_slot(slot_format.SlotHeader(shard, head.epoch, ShardSlot(head.last_slot), 0), ())
+        for shard, head in heads.items()
+    }
+
+
 def _newest_whole(slots: SlotLog, numbers: Sequence[int]) -> LogSlot | None:
     for number in reversed(numbers):
         try:
@@ -229,20 +298,20 @@ def resolve_loss(store: object_store.ObjectStore, log_id: str, *, accepted: bool
         slots = store_opening.open_logs(root.log_form, store, threads).log(log_id)
         with contextlib.closing(slots):
             told = heartbeat.last_told(heartbeat.read_heartbeats(store), log_id)
-            owned = [
-                OwnedShard.of(tip, _topics_of(store, tip.shard))
-                for tip in _tips(store, root.shards)
-                if any(each.log_id == log_id for each in tip.ranges)
-            ]
-            loss = find_loss(slots, owned, told=told)
+            tips = [tip for tip in _tips(store, root.shards) if any(each.log_id == log_id for each in tip.ranges)]
+            owned = [OwnedShard.of(tip, _topics_of(store, tip.shard)) for tip in tips]
+            loss = find_loss(slots, owned, told=told) or find_lost_sections(slots, tips)
             if loss is None:
-                say(f"log {log_id}: its newest slot is whole, a standby can take over")
+                say(f"log {log_id}: no shard needs anything damaged at its end, a standby can take over")
                 return True
             say(loss.describe())
             if not accepted:
                 say("nothing was written; with --accept-loss this is given up, and a standby can take over")
                 return False
-            fill_lost_slots(slots, loss)
+            if isinstance(loss, LostSections):
+                replace_lost_sections(slots, loss, told=told)
+            else:
+                fill_lost_slots(slots, loss)
     say("it was given up: a standby can take over")
     return True
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -82,20 +82,39 @@ class LogState(NamedTuple):
     log_ended: bool = False
 
 
-def read_heartbeat(store: object_store.ObjectStore, daemon_id: str) -> Heartbeat | None:
-    """Return the daemon's newest heartbeat, or None if none can be read. Raises the store's errors."""
+class LoggedDamage(NamedTuple):
+    """The damage of a heartbeat that was logged last, and a hash of its content."""
+
+    reason: str
+    content: int
+
+
+def read_heartbeat(
+    store: object_store.ObjectStore, daemon_id: str, *, logged: MutableMapping[str, LoggedDamage] | None = None
+) -> Heartbeat | None:
+    """Return the daemon's newest heartbeat, or None if none can be read. Raises the store's errors.
+
+    Logs why it cannot be read. A caller that reads repeatedly passes the same `logged`, and each content is logged
+    once.
+    """
+    logged = {} if logged is None else logged
+    body = b""
     try:
         body = store.get(names.daemon_key(daemon_id))
+        beat = msgspec.json.decode(body, type=Heartbeat)
     except object_store.NotFound:
         return None
-    except object_store.Damaged:
-        log.warning("the heartbeat of daemon %s is damaged", daemon_id)
-        return None
-    try:
-        return msgspec.json.decode(body, type=Heartbeat)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        log.warning("the heartbeat of daemon %s cannot be read", daemon_id)
-        return None
+    except object_store.Damaged as error:
+        damage = LoggedDamage(str(error), 0)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        damage = LoggedDamage(f"{names.daemon_key(daemon_id)}: {error}", hash(body))
+    else:
+        logged.pop(daemon_id, None)
+        return beat
+    if logged.get(daemon_id) != damage:
+        log.warning("the heartbeat of daemon %s is damaged: %s", daemon_id, damage.reason)
+    logged[daemon_id] = damage
+    return None
 
 
 def daemon_ids(store: object_store.ObjectStore) -> list[str]:
@@ -104,10 +123,12 @@ def daemon_ids(store: object_store.ObjectStore) -> list[str]:
     return [daemon_id for daemon_id in listed if names.is_daemon_id(daemon_id)]
 
 
-def read_heartbeats(store: object_store.ObjectStore) -> Iterator[Heartbeat]:
-    """Yield the newest readable heartbeat of each daemon. Raises the store's errors."""
+def read_heartbeats(
+    store: object_store.ObjectStore, *, logged: MutableMapping[str, LoggedDamage] | None = None
+) -> Iterator[Heartbeat]:
+    """Yield the newest readable heartbeat of each daemon. Raises the store's errors. `logged`: as in read_heartbeat."""
     for daemon_id in daemon_ids(store):
-        if (found := read_heartbeat(store, daemon_id)) is not None:
+        if (found := read_heartbeat(store, daemon_id, logged=logged)) is not None:
             yield found
 
 

@@ -200,6 +200,7 @@ class Standby:
         self._new_watch = new_watch
         self._damaged: dict[int, object_store.Damaged] = {}
         self._watches: dict[str, heartbeat.Watch] = {}
+        self._logged_heartbeats: dict[str, heartbeat.LoggedDamage] = {}
         # Daemons whose heartbeats were read in this look
         self._observed: set[str] = set()
         self._listed_at_s: float | None = None
@@ -382,7 +383,7 @@ class Standby:
     def _observe(self, daemon_ids: set[str]) -> None:
         for daemon_id in sorted(daemon_ids - {"", self._daemon_id}):
             asked_at_s = self._clock()
-            seen = heartbeat.read_heartbeat(self._store, daemon_id)
+            seen = heartbeat.read_heartbeat(self._store, daemon_id, logged=self._logged_heartbeats)
             watch = self._watches.setdefault(daemon_id, self._new_watch())
             watch.observe(seen, now_s=asked_at_s)
             self._observed.add(daemon_id)

@@ -32,7 +32,7 @@ from storage_backends.crash_points import crash_point
 from storage_backends.formats.log_slot_format import Head, ShardSlot, Writer
 from storage_backends.formats.manifest import ShardManifest
 from storage_backends.log_fence import Fence
-from storage_backends.log_reading import LogEnd, ShardSections, read_logs
+from storage_backends.log_reading import EndDamaged, LogEnd, ShardSections, read_logs
 from storage_backends.slot_log import SlotLogs
 
 log = logging.getLogger(__name__)
@@ -342,7 +342,7 @@ class Takeover:
         try:
             return _shard_claim(won, loaded, checkpoints.decoded_section(won.shard, found.complete(ends)))
         except object_store.Damaged as damage:
-            return self._superseded(won) or Corruption(f"{damage}")
+            return self._superseded(won) or _corruption(damage)
         except object_store.StoreError as error:
             return error
         except MemoryError:
@@ -388,9 +388,16 @@ async def check_readable(
                 logs, tip.manifest, checkpointing.newest_of(environment, tip.manifest).slot, {}
             )
         except object_store.Damaged as error:
-            raise Corruption(f"{error}") from error
+            raise _corruption(error) from error
 
     await environment.run(check)
+
+
+def _corruption(damage: object_store.Damaged) -> Corruption:
+    """Return the error of a shard that cannot be read, with the command that gives up the damaged end of a log."""
+    if isinstance(damage, EndDamaged):
+        return Corruption(f"{damage}; restore it, or give it up with `tarryd give-up {damage.log_id}`")
+    return Corruption(f"{damage}")
 
 
 def _shard_claim(won: ClaimedShard, loaded: LoadedCheckpoint, read: Sequence[checkpoints.DecodedSection]) -> ShardClaim:

@@ -22,7 +22,7 @@ import dataclasses
 import enum
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple, NewType, TypeAlias
 
@@ -121,9 +121,12 @@ class _Place(NamedTuple):
     crc32c: int
 
 
+_UNKNOWN: Final = _Place(0, 0, 0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LogSlot:
-    """A log slot that was read: header and table are whole, its sections may be damaged."""
+    """A log slot that was read: header and table are whole or restored, its sections may be damaged."""
 
     header: LogSlotHeader
     _places: Mapping[int, _Place]
@@ -137,6 +140,11 @@ class LogSlot:
         """
         return tuple(self._places)
 
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The shards whose sections are damaged with the table, which would show where they lie."""
+        return tuple(shard for shard, place in self._places.items() if place == _UNKNOWN)
+
     def section(self, shard: int) -> bytes:
         """Return the bytes of a section.
 
@@ -145,11 +153,19 @@ class LogSlot:
         place = self._places[shard]
         body = self._data[place.offset : place.offset + place.length]
         what = f"section of shard {shard} in slot {self.header.number} of log {self.header.log_id}"
+        if place == _UNKNOWN:
+            detail = f"the {len(self._data)} bytes of the slot do not show where it lies"
+            raise format_errors.FormatError(what, 0, detail)
         if len(body) != place.length:
             detail = f"it ends after {len(body)} of {place.length} bytes"
             raise format_errors.FormatError(what, len(self._data), detail)
         framing.check_crc32c(body, place.crc32c, what, place.offset)
         return body
+
+
+def without_sections(header: LogSlotHeader, shards: Iterable[int], data: bytes) -> LogSlot:
+    """Return a slot whose header is known although its bytes do not show it; the sections of `shards` are damaged."""
+    return LogSlot(header, MappingProxyType(dict.fromkeys(shards, _UNKNOWN)), data)
 
 
 def is_log_id(log_id: str) -> bool:
@@ -215,6 +231,16 @@ def identity_of(data: bytes) -> SlotIdentity:
     if len(data) < HEADER_BYTES or not data.startswith(MAGIC):
         raise ValueError(f"it begins with {data[:4]!r} and has {len(data)} bytes; it is not a log slot")
     return SlotIdentity(LogSlotKind(data[_KIND_AT]), _fingerprint(data))
+
+
+class SlotNote(NamedTuple):
+    """The note that a store keeps of a slot beside its bytes.
+
+    `sections` are the heads of the shards that have a section in it, or None if they are not noted.
+    """
+
+    identity: SlotIdentity
+    sections: Heads | None
 
 
 def _fingerprint(data: bytes) -> int:

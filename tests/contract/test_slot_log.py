@@ -149,6 +149,22 @@ def test_a_fence_stays_and_what_lies_before_it_goes(logs: SlotLogs, owner: SlotL
     assert found.kind is LogSlotKind.FENCE
 
 
+def test_a_slot_that_an_operator_gives_up_is_replaced_and_no_other_changes(logs: SlotLogs, owner: SlotLog) -> None:
+    written(owner, 3).create(4, log_slots.fence(4))
+    owner.close()
+    tool = logs.log(LOG_ID)
+    for _ in range(2):
+        tool.replace(3, log_slots.data(3, b"another content"))
+    tool.close()
+    log = logs.log(LOG_ID)
+    expected = [log_slots.slot(1), log_slots.data(2), log_slots.data(3, b"another content"), log_slots.fence(4)]
+    assert [slot.body for slot in log.read(0, 10)] == expected
+    assert log.head(3) == log_slot_format.identity_of(expected[2])
+    assert (log.highest(), log.numbers()) == (4, [1, 2, 3, 4])
+    assert not any("REPLACING" in name for name in logs.foreign())
+    log.close()
+
+
 def test_a_log_that_is_fenced_twice_has_one_fence(logs: SlotLogs, owner: SlotLog) -> None:
     written(owner, 2).close()
     fences = []

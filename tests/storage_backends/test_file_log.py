@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 
 from storage_backends import file_log, log_fence, object_store
 from storage_backends.file_log import FileLog, FileLogs
-from storage_backends.formats import log_slot_format
+from storage_backends.formats import framing, log_slot_format
 from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.slot_log import LogHeld
 from tests.storage_backends._support import log_slots
@@ -100,8 +101,15 @@ def written(folder: Path, through: int) -> FileLog:
     return log
 
 
+def record(number: int) -> bytes:
+    """The bytes of a slot in a file."""
+    slot = log_slots.slot(number)
+    framed = struct.pack("<IQ", len(slot), number)
+    return framed + framing.crc32c(framed, slot).to_bytes(4, "little") + slot + b"\x17"
+
+
 def shown(log: FileLog) -> list[int]:
-    return [slot.number for slot in log.read(0, 1_000)]
+    return [slot.number for slot in log.read(0, 1 << 50)]
 
 
 def fenced(folder: Path) -> int:
@@ -330,10 +338,42 @@ def test_what_is_no_file_of_a_log_is_none_and_is_named(tmp_path: Path) -> None:
     assert sorted(logs.foreign()) == sorted(map(str, (*foreign, folder / f"{7:020d}")))
 
 
-def test_a_file_with_any_number_as_its_name_takes_little_memory(tmp_path: Path) -> None:
+FAR = 1 << 40
+
+
+@pytest.mark.parametrize("content", ["", "mine", "a copy"])
+@pytest.mark.parametrize("begin", [1, FAR], ids=["above", "below"])
+def test_a_foreign_file_with_a_number_far_away_as_its_name_is_named_and_changes_nothing(
+    tmp_path: Path, begin: int, content: str
+) -> None:
+    numbers = [*range(begin, begin + 3)]
+    first, foreign = path_of(tmp_path, begin), path_of(tmp_path, 1 if begin == FAR else FAR)
+    first.parent.mkdir(parents=True)
+    first.write_bytes(b"".join(record(number) for number in numbers))
+    foreign.write_bytes(first.read_bytes() if content == "a copy" and begin == 1 else content.encode())
+    assert log_of(tmp_path).numbers() == numbers
+    assert log_of(tmp_path).highest() == numbers[-1]
+    assert shown(log_of(tmp_path)) == numbers
+    assert FileLogs(tmp_path).foreign() == [str(foreign)]
+    assert fenced(tmp_path) == numbers[-1] + 1
+
+
+def test_a_record_with_a_number_far_away_takes_little_memory(tmp_path: Path) -> None:
     written(tmp_path, 1).close()
-    path_of(tmp_path, 1).with_name(f"{1 << 62:020d}").write_text("mine")
-    assert len(log_of(tmp_path).numbers()) == file_log.MISSING_TOLD_MAX + 1
+    path_of(tmp_path, FAR).write_bytes(record(FAR))
+    numbers = log_of(tmp_path).numbers()
+    assert len(numbers) < 3 * file_log.MISSING_TOLD_MAX
+    assert numbers[-1] == FAR
+    read = {slot.number: slot for slot in log_of(tmp_path).read(0, 2)}
+    assert read[2].damage == f"its record is missing; slot {FAR} is there"
+
+
+def test_where_many_slots_are_small_the_next_file_is_not_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_log, "MISSING_TOLD_MAX", 2)
+    written(tmp_path, 8).close()
+    path_of(tmp_path, 9).write_bytes(b"torn")
+    assert log_of(tmp_path).firsts() == [1, 9]
+    assert log_of(tmp_path).numbers() == [*range(1, 9)]
 
 
 # ---- the lock

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from storage_backends import log_fence, object_store
-from storage_backends.formats import log_slot_format
-from storage_backends.formats.log_slot_format import NO_HEADS, LogSlotKind
+from storage_backends.formats import format_errors, log_slot_format
+from storage_backends.formats.log_slot_format import NO_HEADS, Head, LogSlotKind
 from storage_backends.log_fence import CreateFence, Fence, ListHighest, ReadOne
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_log import ObjectLog
@@ -168,6 +168,70 @@ def test_where_the_newest_slot_is_damaged_nobody_can_fence(log: Log) -> None:
     log.memory.put(f"logs/{LOG_ID}/{3:020d}", bytes(body))
     with pytest.raises(object_store.Damaged, match=f"logs/{LOG_ID}/{3:020d}"):
         log.fence()
+
+
+def cut(log: Log, number: int, length: int = 0, sections: str | None = None) -> None:
+    """Only so many bytes of the slot are left; `sections` is what is noted of them, by default the truth."""
+    key = f"logs/{LOG_ID}/{number:020d}"
+    body, metadata = log.memory.get_with_metadata(key)
+    noted = dict(metadata) if sections is None else {**metadata, "sections": sections}
+    log.memory.put(key, body[:length], metadata={name: value for name, value in noted.items() if value})
+
+
+@pytest.mark.parametrize("length", [0, 20, 52, 83])
+def test_a_newest_slot_that_is_cut_leaves_the_end_of_the_log_known_by_its_note(log: Log, length: int) -> None:
+    log.write(3)
+    cut(log, 3, length)
+    fence = log.fence()
+    assert (fence.number, dict(fence.heads)) == (4, {log_slots.SHARD: Head(log_slots.EPOCH, 2)})
+    slot = log_fence.read_one(log.slots, 3)
+    assert slot is not None
+    assert slot.shards == slot.lost == (log_slots.SHARD,)
+    with pytest.raises(format_errors.FormatError, match="do not show where it lies"):
+        slot.section(log_slots.SHARD)
+
+
+@pytest.mark.parametrize("sections", ["", "3:1", "3:1:1", "3:0:2", "3:1:2 x", "3:1:2,4:1:1", f"3:1:{1 << 63}", "4:1:0"])
+def test_a_note_that_says_nothing_or_nonsense_leaves_the_end_unknown(log: Log, sections: str) -> None:
+    log.write(3)
+    cut(log, 3, sections=sections)
+    with pytest.raises(object_store.Damaged, match=f"logs/{LOG_ID}/{3:020d}"):
+        log.fence()
+
+
+def test_a_slot_with_the_bytes_of_another_one_is_known_by_its_note(log: Log) -> None:
+    log.write(3)
+    key = f"logs/{LOG_ID}/{3:020d}"
+    log.memory.put(key, log_slots.data(2), metadata=log.memory.head(key).metadata)
+    assert dict(log.fence().heads) == {log_slots.SHARD: Head(log_slots.EPOCH, 2)}
+
+
+def test_a_slot_of_another_version_is_not_taken_for_damage(log: Log) -> None:
+    log.write(3)
+    key = f"logs/{LOG_ID}/{3:020d}"
+    body, metadata = log.memory.get_with_metadata(key)
+    log.memory.put(key, body[:4] + b"\x09\x00" + b"of another form" * 9, metadata=metadata)
+    with pytest.raises(object_store.Damaged, match="format version 9 is not known"):
+        log.fence()
+
+
+@pytest.mark.parametrize("through", [1, 3])
+@pytest.mark.parametrize("end", [LogSlotKind.FENCE, LogSlotKind.CLOSE])
+def test_an_end_that_is_cut_is_the_end(log: Log, end: LogSlotKind, through: int) -> None:
+    log.write(through)
+    writer = FENCER if end is LogSlotKind.FENCE else None
+    header = dataclasses.replace(decoded(log_slots.slot(through)).header, number=through + 1, kind=end, writer=writer)
+    log.owner.create(through + 1, log_slot_format.encode_log_slot(header))
+    whole = log.fence()
+    cut(log, through + 1)
+    assert log.fence() == whole
+
+
+def test_an_open_that_is_cut_says_that_the_log_has_no_section(log: Log) -> None:
+    log.write(1)
+    cut(log, 1)
+    fence = log.fence()
+    assert (fence.number, dict(fence.heads)) == (2, {})
 
 
 def test_a_section_that_is_damaged_does_not_keep_a_log_from_being_fenced(log: Log) -> None:

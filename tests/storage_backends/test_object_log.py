@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from storage_backends import object_store
-from storage_backends.formats.log_slot_format import LogSlotKind
+from storage_backends.formats import log_slot_format, names
+from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, SlotNote
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_log import ObjectLog, ObjectLogs
 from tests._support.fault_store import Fault, FaultStore, Script
@@ -80,6 +81,26 @@ def test_what_cannot_be_a_slot_is_damage(root: Root) -> None:
     root.store.put(f"logs/{LOG_ID}/{7:020d}", b"no metadata")
     with pytest.raises(object_store.Damaged, match="is not that of a log slot"):
         root.owner.head(7)
+
+
+def test_the_sections_of_a_slot_are_noted_beside_it(root: Root) -> None:
+    assert root.other.noted(6) == SlotNote(
+        log_slot_format.identity_of(log_slots.data(6)), {log_slots.SHARD: Head(log_slots.EPOCH, 5)}
+    )
+    root.other.create(7, log_slots.fence(7))
+    assert root.other.noted(7) == SlotNote(log_slot_format.identity_of(log_slots.fence(7)), None)
+    assert root.other.noted(8) is None
+
+
+def test_more_sections_than_metadata_have_room_for_are_not_noted(root: Root) -> None:
+    heads = {shard: Head(names.NUMBER_MAX, names.NUMBER_MAX) for shard in range(4096)}
+    for number, shards in ((7, 40), (8, 4096)):
+        of = {shard: heads[shard] for shard in range(shards)}
+        header = LogSlotHeader(log_id=LOG_ID, number=number, kind=LogSlotKind.DATA, heads=of)
+        root.owner.create(number, log_slot_format.encode_log_slot(header, dict.fromkeys(of, b"section")))
+        note = root.other.noted(number)
+        assert note is not None
+        assert note.sections == (of if shards == 40 else None)
 
 
 def test_what_has_no_name_of_a_slot_is_none_and_is_named(root: Root) -> None:

@@ -99,6 +99,10 @@ TABLE: dict[str, tuple[Callable[..., Any], ...]] = {
     "header of a slot damaged, sections whole": (
         test_log_mending.test_a_wrong_byte_before_the_sections_of_the_newest_slot_costs_nothing,
     ),
+    "newest slot damaged, sections named by its metadata": (
+        test_log_fence.test_a_newest_slot_that_is_cut_leaves_the_end_of_the_log_known_by_its_note,
+        test_log_mending.test_a_newest_slot_that_is_cut_before_its_sections_costs_the_shards_with_a_section_in_it,
+    ),
     "newest slot damaged before the fence": (
         test_log_fence.test_where_the_newest_slot_is_damaged_nobody_can_fence,
         test_fences.test_a_log_whose_newest_slot_is_damaged_has_no_fence,

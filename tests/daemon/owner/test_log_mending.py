@@ -38,8 +38,17 @@ async def with_rows(machines: EngineFixture) -> str:
 
 
 def damage(machines: EngineFixture, key: str) -> None:
+    """Nothing of the slot is left, nor a note of its sections, as in slots of older versions."""
     _, metadata = machines.store.get_with_metadata(key)
-    machines.store.put(key, b"damaged", metadata=metadata)
+    left = {name: value for name, value in metadata.items() if name != "sections"}
+    machines.store.put(key, b"damaged", metadata=left)
+
+
+def cut(machines: EngineFixture, key: str, length: int) -> bytes:
+    """Only so many bytes of the slot are left; what it was."""
+    body, metadata = machines.store.get_with_metadata(key)
+    machines.store.put(key, body[:length], metadata=metadata)
+    return body
 
 
 async def not_serving(machines: EngineFixture, why: str) -> None:
@@ -96,6 +105,103 @@ async def test_a_wrong_byte_before_the_sections_of_the_newest_slot_costs_nothing
     assert pending(two) == [2, 1, 1, 1]
     assert "restored a damaged log slot" in caplog.text
     assert newest in caplog.text
+
+
+@pytest.mark.parametrize("length", [0, 1, 51, 52, 60, 160])
+async def test_a_newest_slot_that_is_cut_before_its_sections_costs_the_shards_with_a_section_in_it(
+    machines: EngineFixture, length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    log_id = await with_rows(machines)
+    newest = machines.slots()[-1]
+    assert log_slot_format.decode_log_slot(machines.store.get(newest)).shards == (0,)
+    cut(machines, newest, length)
+    two = await machines.daemon("one", *SEVERAL).start()
+    await two.serving()
+    await asyncio.sleep(2 * engine.DAMAGED_LOOK_S)
+    assert sorted(two.shards) == [1, 2, 3]
+    assert [two.topic(topic).core.index.pending_rows for topic in TOPICS[1:]] == [1, 1, 1]
+    with pytest.raises(Corruption, match=r"shard 0, shard slot 2, .*: it is missing \(section of shard 0 in slot"):
+        await two.add(TOPICS[0], 1_000, range(1), delay_ms=FAR_MS)
+    assert f"`tarryd give-up {log_id}`" in two.engine.health.reason
+    assert f"{newest} is damaged: it had sections of shards [0], and of no others" in caplog.text
+    said: list[str] = []
+    written = machines.keys("")
+    assert not give_up.resolve_loss(machines.store, log_id, accepted=False, say=said.append)
+    assert machines.keys("") == written
+    assert "shard 0 section 2" in said[0]
+    assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=said.append)
+    await asyncio.sleep(2 * engine.DAMAGED_LOOK_S)
+    assert pending(two) == [2, 1, 1, 1], "what was sealed is in a bucket, and not in that slot alone"
+    for topic in TOPICS:
+        await two.add(topic, 1_000, range(1), delay_ms=FAR_MS)
+    assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=said.append)
+    two.kill()
+    three = await machines.served_by("one", *SEVERAL)
+    await three.until(lambda: three.engine.loaded)
+    assert pending(three) == [3, 2, 2, 2], "the numbers that the sealed topic knows are not used again"
+
+
+async def test_a_newest_slot_that_was_cut_is_given_up_before_anybody_takes_over(machines: EngineFixture) -> None:
+    log_id = await with_rows(machines)
+    cut(machines, machines.slots()[-1], 30)
+    assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=lambda text: None)
+    two = await machines.served_by("one", *SEVERAL)
+    await two.until(lambda: two.engine.loaded)
+    assert pending(two) == [2, 1, 1, 1]
+
+
+async def test_a_newest_slot_that_was_cut_and_is_restored_has_lost_nothing(machines: EngineFixture) -> None:
+    await with_rows(machines)
+    newest = machines.slots()[-1]
+    body = cut(machines, newest, 30)
+    two = await machines.daemon("one", *SEVERAL).start()
+    await two.serving()
+    assert 0 not in two.shards
+    _, metadata = machines.store.get_with_metadata(newest)
+    machines.store.put(newest, body, metadata=metadata)
+    await asyncio.sleep(2 * engine.DAMAGED_LOOK_S)
+    assert pending(two) == [2, 1, 1, 1]
+
+
+async def test_a_newest_slot_that_was_cut_costs_no_shard_whose_checkpoint_covers_it(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SEVERAL)
+    for topic in (*TOPICS, TOPICS[0]):
+        await one.add(topic, len(machines.slots()), range(1), delay_ms=FAR_MS)
+    await one.shards[0].checkpoints.write_last()
+    one.kill()
+    newest = machines.slots()[-1]
+    cut(machines, newest, 0)
+    two = await machines.served_by("one", *SEVERAL)
+    await two.until(lambda: two.engine.loaded)
+    assert pending(two) == [2, 1, 1, 1]
+    said: list[str] = []
+    assert give_up.resolve_loss(machines.store, newest.split("/")[1], accepted=True, say=said.append)
+    assert "no shard needs anything damaged at its end" in said[0]
+
+
+async def test_a_close_that_was_cut_loses_nothing(machines: EngineFixture) -> None:
+    one = await machines.served_by("one", *SEVERAL)
+    for topic in TOPICS:
+        await one.add(topic, 1, range(1), delay_ms=FAR_MS)
+    await one.stop()
+    cut(machines, machines.slots()[-1], 0)
+    two = await machines.served_by("one", *SEVERAL)
+    await two.until(lambda: two.engine.loaded)
+    assert pending(two) == [1, 1, 1, 1]
+
+
+async def test_a_section_of_the_newest_slot_that_is_damaged_alone_can_be_given_up(machines: EngineFixture) -> None:
+    log_id = await with_rows(machines)
+    newest = machines.slots()[-1]
+    body, metadata = machines.store.get_with_metadata(newest)
+    machines.store.put(newest, body[:-1] + bytes([body[-1] ^ 1]), metadata=metadata)
+    two = await machines.daemon("one", *SEVERAL).start()
+    await two.serving()
+    assert 0 not in two.shards
+    assert f"`tarryd give-up {log_id}`" in two.engine.health.reason
+    assert give_up.resolve_loss(machines.store, log_id, accepted=True, say=lambda text: None)
+    await asyncio.sleep(2 * engine.DAMAGED_LOOK_S)
+    assert pending(two) == [2, 1, 1, 1]
 
 
 async def test_a_slot_with_a_wrong_byte_is_restored_though_the_replay_begins_with_it(machines: EngineFixture) -> None:
@@ -192,8 +298,9 @@ async def test_where_no_slot_can_be_read_the_checkpoints_say_how_far_the_log_wen
     north = await owner_of(machines, "north", 0)
     await north.write(0)
     await north.checkpoint(0)
-    for key in machines.slots():
-        damage(machines, key)
+    opened, newest = machines.slots()
+    machines.store.delete(opened)
+    damage(machines, newest)
     slots = log_owner.log_of(machines, north.log_id)
     loss = give_up.find_loss(slots, [OwnedShard.of(north.tip(0), [])], told=0)
     assert loss is not None

@@ -23,13 +23,13 @@ from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
 from daemon.errors import Corruption, TarryError
 from daemon.owner import engine, heartbeat
 from storage_backends import crash_points, object_store
-from storage_backends.formats import names
+from storage_backends.formats import log_slot_format, manifest, names
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 from tests._support.engine_fixture import EPOCH_MS, Daemon, EngineFixture
 from tests.golden_root import make, mutations
-from tests.golden_root.mutations import DELETE, FORGE, LOG_SLOT, TRUNCATE, Mutation
+from tests.golden_root.mutations import DELETE, FLIP, FORGE, LOG_SLOT, SWAP, TRUNCATE, Mutation
 
 PAGE = 10_000
 Content = dict[str, Any]
@@ -155,13 +155,29 @@ async def base() -> Base:
     return _BASES[0]
 
 
+def shards_of(mutation: Mutation, objects: Stored) -> frozenset[int]:
+    """The shards that the mutation may disturb.
+
+    A log slot that was there and is damaged has lost the sections in it, and nothing else. A forged one may say
+    anything, and a missing one may be the end of its log.
+    """
+    if mutation.shard is not None:
+        return frozenset({mutation.shard})
+    if mutation.kind == LOG_SLOT and mutation.how in (FLIP, TRUNCATE, SWAP):
+        return frozenset(log_slot_format.decode_log_slot(objects[mutation.key][0]).shards)
+    return frozenset(range(make.SHARDS))
+
+
 async def story(how: str, kind: str, seed: int, caplog: Any) -> tuple[Mutation | None, list[str]]:
     """Mutate, serve, compare; what is wrong with what came of it."""
-    served = (await base()).served
     store, draw = store_of((await base()).objects), random.Random(f"{how} {kind} {seed}")
     mutation = mutations.mutate(store, draw, kind, how)
-    if mutation is None:
-        return None, []
+    return mutation, [] if mutation is None else await came_of(mutation, store, caplog)
+
+
+async def came_of(mutation: Mutation, store: MemoryStore, caplog: Any) -> list[str]:
+    """What is wrong with how a daemon serves the mutated root."""
+    served, disturbed = (await base()).served, shards_of(mutation, (await base()).objects)
     caplog.clear()
     machines = EngineFixture(store, settings=SETTINGS)
     wrong: list[str] = []
@@ -169,7 +185,7 @@ async def story(how: str, kind: str, seed: int, caplog: Any) -> tuple[Mutation |
         daemon = await machines.daemon(make.LAST_DAEMON).start()
         await settled(daemon)
         if daemon.engine.failed.done():
-            return mutation, [f"the process ended: {daemon.engine.failed.exception()!r}"]
+            return [f"the process ended: {daemon.engine.failed.exception()!r}"]
         found = await all_content(daemon, list(served))
         text = f"{caplog.text}\n{daemon.engine.health.reason}"
         for topic, content in found.items():
@@ -177,20 +193,21 @@ async def story(how: str, kind: str, seed: int, caplog: Any) -> tuple[Mutation |
                 continue
             shard, topic_id = names.shard_of(topic, make.SHARDS), names.topic_id(topic)
             what = repr(content)[:300] if isinstance(content, TarryError) else "content differs"
-            if mutation.topic_id not in (None, topic_id) or mutation.shard not in (None, shard):
+            if mutation.topic_id not in (None, topic_id) or shard not in disturbed:
                 wrong.append(f"{topic} of shard {shard} is disturbed: {what}")
             elif isinstance(content, TarryError):
                 # If the end of a log is unknown, all of its shards are refused, and perhaps no other is left.
-                if not isinstance(content, Corruption) and mutation.kind != LOG_SLOT:
+                is_one_of_all = mutation.kind == LOG_SLOT and len(disturbed) == make.SHARDS
+                if not isinstance(content, Corruption) and not is_one_of_all:
                     wrong.append(f"{topic}: no damage is told: {what}")
                 if mutation.key not in text and mutation.key.rpartition("/")[0] not in text:
                     wrong.append(f"{topic}: the object is not named: {what}")
-            elif content["rebuild"] == served[topic]["rebuild"] and how != FORGE:
+            elif content["rebuild"] == served[topic]["rebuild"] and mutation.how != FORGE:
                 wrong.append(f"{topic}: lost in silence")
         tracebacks = [each for each in caplog.records if each.exc_info]
         wrong += [f"traceback: {each.getMessage()[:200]} {each.exc_info[1]!r:.300}" for each in tracebacks]
         await machines.close()
-    return mutation, wrong
+    return wrong
 
 
 def some(times: int) -> list[tuple[str, str, int]]:
@@ -209,6 +226,27 @@ async def test_a_mutated_object_is_named_and_contained(
     kind: str, how: str, seed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     await holds(kind, how, seed, caplog)
+
+
+@pytest.mark.parametrize("length", [0, 20, log_slot_format.HEADER_BYTES + 1])
+async def test_the_newest_slot_cut_before_its_sections_disturbs_the_shards_that_had_one_in_it(
+    length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    objects = (await base()).objects
+    tips = [manifest.decode_shard_manifest(store_of(objects).get(key)) for key in newest_manifests(objects)]
+    (log_id,) = {tip.open_range.log_id for tip in tips if tip.open_range is not None}
+    key = max(each for each in objects if each.startswith(names.log_prefix(log_id)))
+    store, (body, metadata) = store_of(objects), objects[key]
+    store.put(key, body[:length], metadata=metadata)
+    mutation = Mutation(LOG_SLOT, TRUNCATE, key, f"to {length} of {len(body)} bytes")
+    assert 0 < len(shards_of(mutation, objects)) < make.SHARDS
+    wrong = await came_of(mutation, store, caplog)
+    assert not wrong, "\n".join((str(mutation), *wrong))
+
+
+def newest_manifests(objects: Stored) -> list[str]:
+    keys = sorted(key for key in objects if mutations.kind_of(key) == "shard manifest")
+    return [*{key.rpartition("/")[0]: key for key in keys}.values()]
 
 
 @pytest.mark.long

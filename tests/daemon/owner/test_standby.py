@@ -293,6 +293,23 @@ async def test_while_the_owner_lives_its_manifests_are_not_read_again(south: Fix
     waiting.cancel()
 
 
+async def test_a_damaged_heartbeat_is_logged_once_for_each_content(
+    south: Fixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = south.stand_by()
+    for body, times in ((b"{", 1), (b"{", 1), (b"[", 2)):
+        south.store.put(names.daemon_key("north"), body)
+        await south.clock.advance(2.0)
+        assert caplog.text.count("the heartbeat of daemon north is damaged: daemons/north: ") == times
+    south.beat("north")
+    await south.clock.advance(2.0)
+    await south.silence("north")
+    south.store.put(names.daemon_key("north"), b"[")
+    await south.clock.advance(2.0)
+    assert caplog.text.count("the heartbeat of daemon north is damaged") == 3
+    waiting.cancel()
+
+
 async def test_heartbeats_are_listed_every_ten_seconds(south: Fixture) -> None:
     south.beat("north")
     waiting = south.stand_by()
