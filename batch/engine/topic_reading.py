@@ -203,7 +203,9 @@ class _TopicReading:
         """Return the live buckets by index, with the stored state of each and of those that were merged into it."""
         by_bucket = {each.bucket: each for each in stored.buckets}
         live_here = [live for live in self._manifest.live if decisions.has_index(live.subscription_id)]
-        in_memory = {"", *(sealing.bucket for sealing in (part.sealing if part is not None else ()))}
+        # Another bucket of the part's seals is live, or was merged or dropped after its seal.
+        sealing = () if part is None else still_sealing(self._manifest, part)
+        in_memory = {"", *(each.bucket for each in sealing)}
         if by_bucket.keys() - in_memory - {live.object.name for live in live_here}:
             # Some bucket was merged since, or dropped.
             self._open([live for live in live_here if live.level and not live.quarantined])

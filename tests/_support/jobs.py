@@ -149,6 +149,10 @@ class Job(ChildProcess):
             time.sleep(_POLL_S)
         return pid
 
+    def resume(self) -> None:
+        """Has the process that stopped at the crash point go on."""
+        os.kill(self.wait_until_stopped(), signal.SIGCONT)
+
     def reads(self) -> Mapping[int, frozenset[str]]:
         """By pid, the names of the bucket objects (the last part) that the process opened to read."""
         found: dict[int, set[str]] = {}

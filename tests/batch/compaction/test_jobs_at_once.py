@@ -4,8 +4,6 @@ below which nothing that was begun may be named. It is refused or plans again, d
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ def test_a_job_that_is_overtaken_in_each_way_is_refused_and_harms_nothing(
         merge_by_owner(scene, "trains")
         # Of the topic that is left the floor alone changes. It rises since there is something to collect.
         scene.collect(scene.plant_orphans())
-        resume(job)
+        job.resume()
         refused = check_refused(job, RUNS)
         assert {run["topic"] for run in refused} == set(beside_a_daemon.SHAPES)
         assert all("floor" in run["reason"] for run in refused if run["topic"] == "ferries"), refused
@@ -54,7 +52,7 @@ def test_of_two_jobs_one_merges_and_the_other_finds_its_sources_gone(
         slow.wait_until_stopped()
         fast = jobs.compact("local").expect(DONE)
         assert fast["runs"]["committed"] >= RUNS
-        resume(slow)
+        slow.resume()
         check_refused(slow, RUNS)
         left = scene.left_by_a_job()
         assert len(left.committed) >= RUNS
@@ -95,7 +93,7 @@ def test_a_job_that_the_owner_overtakes_with_merges_of_its_own_is_refused(
         job.wait_until_stopped()
         for topic in scene.topics:
             merge_by_owner(scene, topic.name)
-        resume(job)
+        job.resume()
         check_refused(job, RUNS)
         left = scene.left_by_a_job()
         assert left.orphans, "a refused job deleted what it wrote"
@@ -114,7 +112,7 @@ def test_a_job_that_is_slower_than_the_floor_is_refused_and_deletes_nothing(
         job.wait_until_stopped()
         # Something is there to collect: the floor rises, and would not otherwise.
         scene.collect(scene.plant_orphans())
-        resume(job)
+        job.resume()
         check_refused(job, RUNS, reason="floor")
         left = scene.left_by_a_job()
         assert len(left.orphans) >= RUNS, "a refused job deleted what it wrote"
@@ -132,7 +130,7 @@ def test_a_job_whose_object_was_collected_before_its_commit_is_refused(
         left = scene.left_by_a_job()
         assert len(left.orphans) == RUNS
         scene.collect(left.orphans)
-        resume(job)
+        job.resume()
         check_refused(job, RUNS)
         scene.collect(scene.left_by_a_job().orphans)
         scene.finish()
@@ -146,7 +144,7 @@ def test_a_job_whose_topic_was_deleted_and_is_there_again_harms_neither(
         job = jobs.compact("local", action=BEFORE_COMMIT)
         job.wait_until_stopped()
         born_again(scene)
-        resume(job)
+        job.resume()
         assert job.wait() in (DONE, CONFLICTS), job.log_text()
         assert [run for run in job.summary()["run_results"] if run["outcome"] != "committed"], "nothing was refused"
         scene.go_on()
@@ -170,10 +168,6 @@ def merge_by_owner(scene: Scene, topic: str) -> None:
     left = scene.client.merge(topic, timeout_s=600).buckets
     assert left < before, "the owner merged nothing: the test shows nothing"
     scene.client.set_policy(topic, tarry.TopicPolicy(max_num_buckets=-1))
-
-
-def resume(job: Job) -> None:
-    os.kill(job.wait_until_stopped(), signal.SIGCONT)
 
 
 def check_refused(job: Job, runs: int, *, reason: str = "") -> list[dict[str, Any]]:

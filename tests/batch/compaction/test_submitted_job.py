@@ -53,10 +53,10 @@ def test_a_job_that_is_done_ends_in_0_and_its_summary_stands_alone_on_standard_o
 def test_a_job_that_leaves_conflicts_ends_in_75(jobs: Jobs, tmp_path: Path, topic: StoredTopic) -> None:
     before = topic.waiting()
     job = submitted(jobs, tmp_path, "--attempts", "1", action=Action("compaction.before_commit", "stop"))
-    driver = job.wait_until_stopped()
+    job.wait_until_stopped()
     other = MergingProcess(topic.store, topic.name, shard=topic.shard, now_ms=lambda: roots.NOW_MS)
     other.merge_run(2)
-    os.kill(driver, signal.SIGCONT)
+    job.resume()
     summary = job.expect(CONFLICTS)
     job.wait_until_nothing_is_left()
     assert (summary["status"], summary["runs"]["refused"]) == ("conflicts", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from batch.engine.topic_contents import TopicContents, owed_mask, rows_of
 from batch.engine.topic_reading import read_states
 from storage_backends.formats import checkpoint_format, names, slot_format
 from storage_backends.formats.log_slot_format import ShardSlot
-from storage_backends.formats.manifest import LogForm, Subscription
+from storage_backends.formats.manifest import BucketProgress, LogForm, Progress, Subscription, SubscriptionProgress
 from storage_backends.formats.position_bitmap import position_bitmaps
 from storage_backends.formats.row_columns import U64, Rows
 from storage_backends.local_directory import LocalDirectory
@@ -22,6 +23,7 @@ from storage_backends.memory_store import MemoryStore
 from storage_backends.object_log import ObjectLogs
 from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
 from storage_backends.topic_manifest import DeleteTopic, SetSubscriptions
+from tests._support.merging_process import MergingProcess
 from tests.batch.engine._support.roots import NOW_MS, StoredTopic, make_root
 from tests.batch.engine._support.stored_logs import LogDaemon
 from tests.daemon.group_commit._support.log_walk import AtOnce
@@ -216,6 +218,41 @@ def test_rows_of_a_subscription_that_is_no_more_are_owed_to_nobody(store: Watche
     state = state_of(store)
     assert entries(store, state) == [0]
     assert owed(store, state, S) == [0]
+
+
+def test_a_bucket_that_was_sealed_and_merged_after_the_checkpoint_takes_its_bits_from_it(store: WatchedStore) -> None:
+    topic = subscribed(store, subscription(S), subscription(OTHER))
+    shard = Shard(topic)
+    shard.add(1, 0, 1, 2)
+    cut = (rows(1, 0, 1), rows(1, 2))
+    sealing = [topic.write(each) for each in cut]
+    shard.acknowledge(S, 1, 1)
+    # The checkpoint is of slot 2; the seal, cut at slot 1, was not known to be committed then.
+    part = dataclasses.replace(
+        shard.part(Rows.empty()),
+        sealing=tuple(
+            checkpoint_format.SealingPart(live.object.name, ShardSlot(1), each)
+            for live, each in zip(sealing, cut, strict=True)
+        ),
+        progress=Progress(
+            buckets=(
+                BucketProgress(
+                    bucket=sealing[0].object.name,
+                    gone=position_bitmaps(*rows_columns(1, 0)),
+                    acknowledged=(
+                        SubscriptionProgress(subscription_id=S, positions=position_bitmaps(*rows_columns(1, 1))),
+                    ),
+                ),
+            )
+        ),
+    )
+    shard.owner.checkpoint(topic.shard, part)
+    topic.seal(sealing)
+    MergingProcess(store, topic.name, shard=topic.shard, now_ms=lambda: NOW_MS).merge_run(2)
+    state = state_of(store)
+    assert [bucket.live.level for bucket in state.buckets] == [1]
+    assert entries(store, state) == [1, 2]
+    assert (owed(store, state, S), owed(store, state, OTHER)) == ([2], [1, 2])
 
 
 def test_a_state_can_be_sent_to_another_process(store: WatchedStore) -> None:
