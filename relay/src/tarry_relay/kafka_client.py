@@ -1,6 +1,6 @@
 """Wraps Kafka's client: its properties, blocking calls, admin calls, and publishing.
 
-Clients: `ClientProperties`, `ClientErrors`, `Thread`, `ended_within`. Reading messages: `Record`. The cluster:
+Clients: `ClientProperties`, `ClientErrors`, `Thread`, `Turns`, `ended_within`. Reading messages: `Record`. The cluster:
 `ClusterTopics`. Publishing: `KafkaOutput`. Meanings of answers: `kafka_answers`.
 """
 
@@ -273,6 +273,36 @@ class Thread:
                 future.set_result(answer)
             # A client dropped meanwhile must end here, not while waiting for the next call.
             del task, future, blocking
+
+
+class Turns:
+    """The turns at a consumer that one thread polls and others call.
+
+    The client admits one call at a time, and a call that has to wait tries again each millisecond: without turns, it
+    finds the consumer polled again for many seconds.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._begun = self._ended = 0
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Make the calls of the block before the next poll."""
+        with self._changed:
+            self._begun += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._ended += 1
+                self._changed.notify_all()
+
+    def give(self, limit_s: float) -> None:
+        """Block until as many calls have ended as have begun by now, at most this long (seconds)."""
+        with self._changed:
+            begun = self._begun
+            self._changed.wait_for(lambda: self._ended >= begun, limit_s)
 
 
 @contextlib.contextmanager
