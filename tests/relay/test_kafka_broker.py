@@ -138,6 +138,12 @@ def properties(**settings: Any) -> ClientProperties:
     return ClientProperties(relay_settings.Kafka(**settings), "relay", "one")
 
 
+def test_what_a_consumer_has_queued_and_what_it_fetches_are_together_what_it_may_read_ahead() -> None:
+    ahead = ClientProperties(relay_settings.Kafka(), "relay", "one", 8 * 2**20)
+    for each in (ahead.reader(TOPIC, "one"), ahead.fetcher(TOPIC)):
+        assert 1_024 * each["queued.max.messages.kbytes"] + each["fetch.max.bytes"] == 8 * 2**20
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return made(monkeypatch)

@@ -57,8 +57,8 @@ Pair = tuple[int, int]
 """Partition and offset"""
 
 
-_QUEUE_BYTES_MAX = 16 * 2**20
-"""Bytes that each consumer reads ahead at most; a relay has three consumers"""
+_READ_AHEAD_BYTES_MAX = 16 * 2**20
+"""Bytes that each consumer reads ahead at most; a relay has three consumers, one of them for the retry log"""
 
 
 class Kept(Generic[Content]):
@@ -737,8 +737,9 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka
     """Open a session; a missing topic does not prevent it. Raises SettingsError, Unreachable."""
     relay, source = settings.relay, settings.source.name
     bytes_max = portion_bytes(relay.memory_bytes)
-    queue_bytes = min(_QUEUE_BYTES_MAX, bytes_max)
-    properties = ClientProperties(broker, relay.subscription, relay.id, queue_bytes)
+    # Source and fetcher together read ahead as much as a portion.
+    read_ahead_bytes = min(_READ_AHEAD_BYTES_MAX, bytes_max // 2)
+    properties = ClientProperties(broker, relay.subscription, relay.id, read_ahead_bytes)
     kept: Kept[Found] = Kept(min(broker.kept_bytes, relay.memory_bytes // 8))
     closing: dict[str, Callable[[], object]] = {}
     async with contextlib.AsyncExitStack() as stack:

@@ -60,7 +60,8 @@ _CONSUMER: Properties = {
     # A message larger than all this arrives alone, and must not close the connection.
     "receive.message.max.bytes": 2_147_483_647,
 }
-_QUEUE_BYTES_MIN = 2 * 2**20
+_READ_AHEAD_BYTES_MIN = 2 * 2**20
+"""Twice what a fetch asks for at least: the client's limit of a message, a million bytes"""
 _READER: Properties = {
     **_CONSUMER,
     "group.protocol": "classic",
@@ -132,17 +133,17 @@ class ClientProperties:
         broker: relay_settings.Kafka,
         subscription: str,
         identity: str,
-        queue_bytes: int = 16 * 2**20,
+        read_ahead_bytes: int = 16 * 2**20,
     ) -> None:
         """Read the password.
 
-        `identity` is that of the relay; a consumer reads ahead `queue_bytes`. Raises SettingsError.
+        `identity` is that of the relay; a consumer reads ahead `read_ahead_bytes`. Raises SettingsError.
         """
-        # A fetch asks for at least the client's limit of a message.
-        queue_bytes = max(_QUEUE_BYTES_MIN, queue_bytes)
+        # The client fetches as long as it has queued less than its limit, so a whole fetch comes on top.
+        half_bytes = max(_READ_AHEAD_BYTES_MIN, read_ahead_bytes) // 2
         self._queues: Properties = {
-            "queued.max.messages.kbytes": queue_bytes // 1_024,
-            "fetch.max.bytes": queue_bytes,
+            "queued.max.messages.kbytes": half_bytes // 1_024,
+            "fetch.max.bytes": half_bytes,
         }
         self.errors = ClientErrors()
         self.identity = identity
