@@ -147,6 +147,24 @@ class KafkaServer(processes.ChildProcess):
                     raise
             self._check_waiting(deadline_s, f"did not make topic {name} within {timeout_s:g} s")
 
+    def delete_topic(self, name: str, timeout_s: float = 300.0) -> None:
+        """Deletes it; returns when the broker no longer tells of it, which learns of a deletion after the controller
+        has answered.
+        """
+        from confluent_kafka import KafkaError, KafkaException, TopicCollection
+
+        self.admin.delete_topics([name])[name].result()
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.admin.describe_topics(TopicCollection([name]))[name].result()
+            except KafkaException as error:
+                if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
+                    return
+                if not error.args[0].retriable():
+                    raise
+            self._check_waiting(deadline_s, f"still told of topic {name} {timeout_s:g} s after its deletion")
+
     def add_partitions(self, topic: str, total: int) -> None:
         """Until it has so many."""
         from confluent_kafka import admin

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable
 from types import SimpleNamespace
@@ -137,6 +138,12 @@ def properties(**settings: Any) -> ClientProperties:
     return ClientProperties(relay_settings.Kafka(**settings), "relay", "one")
 
 
+def test_what_a_consumer_has_queued_and_what_it_fetches_are_together_what_it_may_read_ahead() -> None:
+    ahead = ClientProperties(relay_settings.Kafka(), "relay", "one", 8 * 2**20)
+    for each in (ahead.reader(TOPIC, "one"), ahead.fetcher(TOPIC)):
+        assert 1_024 * each["queued.max.messages.kbytes"] + each["fetch.max.bytes"] == 8 * 2**20
+
+
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return made(monkeypatch)
@@ -218,6 +225,41 @@ async def test_a_partition_is_given_up_though_a_commit_of_it_waits_for_that(
     await read()
     await committing
     assert order == ["given up", "committed"]
+
+
+async def test_no_poll_comes_before_a_call_of_another_thread_that_waits(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client admits one call at a time, and a call that has to wait tries again each millisecond."""
+    monkeypatch.setattr(kafka_broker, "_GIVE_WAY_S", 60)
+    reader, consumer, _ = cluster
+    consumer.script += [consumer.gets(0)]
+    await reader.read(1, 0)
+    admitted, waits, polls = threading.Lock(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def poll(timeout: float) -> Any:
+        with admitted:
+            order.append("poll")
+            polls.set()
+            assert waits.wait(60)
+        return message(0, 7) if len(order) > 2 else None
+
+    def committed(partitions: list[TopicPartition], timeout: float) -> list[TopicPartition]:
+        while not admitted.acquire(blocking=False):
+            waits.set()
+            time.sleep(0.001)
+        order.append("committed")
+        admitted.release()
+        return []
+
+    monkeypatch.setattr(consumer, "poll", poll)
+    monkeypatch.setattr(consumer, "committed", committed)
+    reading = asyncio.create_task(reader.read(1, 60))
+    await asyncio.to_thread(polls.wait, 60)
+    await reader.passed([(0, 1)])
+    await reading
+    assert order[:3] == ["poll", "committed", "poll"]
 
 
 async def while_a_commit_waits(

@@ -28,6 +28,7 @@ from tarry_relay.kafka_client import (
     KafkaOutput,
     Record,
     Thread,
+    Turns,
     Untold,
     ended_within,
 )
@@ -44,8 +45,10 @@ _LOOK_AGAIN_S = 0.1
 """Pause between checks that the topic is still the same (seconds)"""
 _REST_S = 1.0
 """Time without a read after which a reader rests (seconds)"""
-_POLL_S = 0.25
-"""Longest poll, so that a reader can end (seconds)"""
+_POLL_S = 0.1
+"""Longest poll, so that a reader can end, and that calls of other threads do not wait for long (seconds)"""
+_GIVE_WAY_S = 1.0
+"""Longest wait of a poll for calls of other threads (seconds): one may wait for what the poll reports"""
 _AT_ONCE = 1_000
 _AT_ONCE_FOR_NOTHING = 20
 """Messages to take together; few if passed ones are not kept, because these are read in vain"""
@@ -54,8 +57,8 @@ Pair = tuple[int, int]
 """Partition and offset"""
 
 
-_QUEUE_BYTES_MAX = 16 * 2**20
-"""Bytes that each consumer reads ahead at most; a relay has three consumers"""
+_READ_AHEAD_BYTES_MAX = 16 * 2**20
+"""Bytes that each consumer reads ahead at most; a relay has three consumers, one of them for the retry log"""
 
 
 class Kept(Generic[Content]):
@@ -430,6 +433,7 @@ class KafkaReader:
         self._committing = Thread(f"commit-{topic}", self._errors)
         # A commit that a silent broker does not answer blocks its thread without end.
         self._asking = Thread(f"ask-{topic}", self._errors)
+        self._turns = Turns()
         # A partition that returns is another lane: it begins at the committed offset.
         self._lanes: dict[int, tuple[int, int]] = {}
         self._lanes_made = 0
@@ -482,7 +486,7 @@ class KafkaReader:
         """Return for each position whether it lies before the group's committed offset of its partition."""
         ledgers = {ledger for ledger, entry in positions if not kafka_judgement.position_fault(ledger, entry)}
         asked = [TopicPartition(self._topic, each) for each in ledgers]
-        found = await self._committing.call(self._consumer.committed, asked, self._timeout_s) if asked else []
+        found = await self._committing.call(self._committed, asked) if asked else []
         behind = {each.partition: each.offset for each in found if each.error is None}
         return [0 <= entry < behind.get(ledger, 0) for ledger, entry in positions]
 
@@ -592,6 +596,7 @@ class KafkaReader:
     def _wait_for_one(self, wait_s: float) -> Event | None:
         until_s = time.monotonic() + wait_s
         while True:
+            self._turns.give(_GIVE_WAY_S)
             left_s = max(0.0, until_s - time.monotonic())
             event: Event | None = self._consumer.poll(min(_POLL_S, left_s))
             if event is not None or left_s <= _POLL_S or self._is_closing:
@@ -682,30 +687,36 @@ class KafkaReader:
     # In a thread of its own, so that a commit does not wait for reads
 
     def _commit(self, lane: Hashable, behind: TopicPartition) -> None:
-        with self._giving_up:
+        with self._giving_up, self._turns.taken():
             if self._lanes.get(behind.partition) == lane:
                 for each in self._consumer.commit(offsets=[behind], asynchronous=False) or ():
                     if each.error is not None:
                         raise KafkaException(each.error)
+
+    def _committed(self, partitions: list[TopicPartition]) -> list[TopicPartition]:
+        with self._turns.taken():
+            return self._consumer.committed(partitions, self._timeout_s)
 
     # In a thread of its own too
 
     def _ask(self) -> None:
         until_s = time.monotonic() + self._timeout_s
         partitions = sorted(self._lanes)
-        (found,) = self._consumer.committed([TopicPartition(self._topic, (partitions or [0])[0])], self._timeout_s)
+        (found,) = self._committed([TopicPartition(self._topic, (partitions or [0])[0])])
         if found.error is not None:
             raise KafkaException(found.error)
         try:
             if partitions:
                 one = partitions[next(self._questions) % len(partitions)]
-                _ends(self._consumer, TopicPartition(self._topic, one), until_s - time.monotonic())
+                with self._turns.taken():
+                    _ends(self._consumer, TopicPartition(self._topic, one), until_s - time.monotonic())
                 return
         except KafkaException as failed:
             # The topic was deleted, or is about to be.
             if failed.args[0].code() != KafkaError._UNKNOWN_PARTITION:
                 raise
-        metadata = self._consumer.list_topics(self._topic, timeout=max(0.0, until_s - time.monotonic()))
+        with self._turns.taken():
+            metadata = self._consumer.list_topics(self._topic, timeout=max(0.0, until_s - time.monotonic()))
         if (error := metadata.topics[self._topic].error) is not None:
             raise kafka_answers.failure(error, f"topic {self._topic}: ")
 
@@ -726,8 +737,9 @@ async def opened(settings: relay_settings.Settings, broker: relay_settings.Kafka
     """Open a session; a missing topic does not prevent it. Raises SettingsError, Unreachable."""
     relay, source = settings.relay, settings.source.name
     bytes_max = portion_bytes(relay.memory_bytes)
-    queue_bytes = min(_QUEUE_BYTES_MAX, bytes_max)
-    properties = ClientProperties(broker, relay.subscription, relay.id, queue_bytes)
+    # Source and fetcher together read ahead as much as a portion.
+    read_ahead_bytes = min(_READ_AHEAD_BYTES_MAX, bytes_max // 2)
+    properties = ClientProperties(broker, relay.subscription, relay.id, read_ahead_bytes)
     kept: Kept[Found] = Kept(min(broker.kept_bytes, relay.memory_bytes // 8))
     closing: dict[str, Callable[[], object]] = {}
     async with contextlib.AsyncExitStack() as stack:

@@ -1,6 +1,6 @@
 """Wraps Kafka's client: its properties, blocking calls, admin calls, and publishing.
 
-Clients: `ClientProperties`, `ClientErrors`, `Thread`, `ended_within`. Reading messages: `Record`. The cluster:
+Clients: `ClientProperties`, `ClientErrors`, `Thread`, `Turns`, `ended_within`. Reading messages: `Record`. The cluster:
 `ClusterTopics`. Publishing: `KafkaOutput`. Meanings of answers: `kafka_answers`.
 """
 
@@ -60,7 +60,8 @@ _CONSUMER: Properties = {
     # A message larger than all this arrives alone, and must not close the connection.
     "receive.message.max.bytes": 2_147_483_647,
 }
-_QUEUE_BYTES_MIN = 2 * 2**20
+_READ_AHEAD_BYTES_MIN = 2 * 2**20
+"""Twice what a fetch asks for at least: the client's limit of a message, a million bytes"""
 _READER: Properties = {
     **_CONSUMER,
     "group.protocol": "classic",
@@ -132,17 +133,17 @@ class ClientProperties:
         broker: relay_settings.Kafka,
         subscription: str,
         identity: str,
-        queue_bytes: int = 16 * 2**20,
+        read_ahead_bytes: int = 16 * 2**20,
     ) -> None:
         """Read the password.
 
-        `identity` is that of the relay; a consumer reads ahead `queue_bytes`. Raises SettingsError.
+        `identity` is that of the relay; a consumer reads ahead `read_ahead_bytes`. Raises SettingsError.
         """
-        # A fetch asks for at least the client's limit of a message.
-        queue_bytes = max(_QUEUE_BYTES_MIN, queue_bytes)
+        # The client fetches as long as it has queued less than its limit, so a whole fetch comes on top.
+        half_bytes = max(_READ_AHEAD_BYTES_MIN, read_ahead_bytes) // 2
         self._queues: Properties = {
-            "queued.max.messages.kbytes": queue_bytes // 1_024,
-            "fetch.max.bytes": queue_bytes,
+            "queued.max.messages.kbytes": half_bytes // 1_024,
+            "fetch.max.bytes": half_bytes,
         }
         self.errors = ClientErrors()
         self.identity = identity
@@ -273,6 +274,36 @@ class Thread:
                 future.set_result(answer)
             # A client dropped meanwhile must end here, not while waiting for the next call.
             del task, future, blocking
+
+
+class Turns:
+    """The turns at a consumer that one thread polls and others call.
+
+    The client admits one call at a time, and a call that has to wait tries again each millisecond: without turns, it
+    finds the consumer polled again for many seconds.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._begun = self._ended = 0
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Make the calls of the block before the next poll."""
+        with self._changed:
+            self._begun += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._ended += 1
+                self._changed.notify_all()
+
+    def give(self, limit_s: float) -> None:
+        """Block until as many calls have ended as have begun by now, at most this long (seconds)."""
+        with self._changed:
+            begun = self._begun
+            self._changed.wait_for(lambda: self._ended >= begun, limit_s)
 
 
 @contextlib.contextmanager

@@ -103,7 +103,7 @@ async def test_what_is_read_of_a_topic_that_was_made_anew_is_not_handed_on(topic
     topics.publish(0, 5)
     async with topics.opened() as opened:
         await read_all(opened.source, 5)
-        topics.server.admin.delete_topics([topics.source])[topics.source].result()
+        topics.server.delete_topic(topics.source)
         topics.server.make_topic(topics.source, 3)
         topics.learn()
         topics.publish(0, 50)
@@ -241,7 +241,7 @@ async def must_not_answer(opened: port.Broker) -> None:
 async def test_topics_that_do_not_exist_keep_no_session_from_being_opened(topics: Topics) -> None:
     retry = f"{topics.source}-failed"
     more = f'[retry]\nname = "{retry}"'
-    topics.server.admin.delete_topics([topics.source])[topics.source].result()
+    topics.server.delete_topic(topics.source)
     async with topics.opened(more=more) as opened:
         found = [each async for each in opened.findings()]
         assert [(each.name, each.grade) for each in found] == [
@@ -279,7 +279,7 @@ async def test_a_topic_that_is_deleted_while_it_is_read_does_not_answer(topics: 
     topics.publish(0, 1)
     async with topics.opened(broker=', properties = { "topic.metadata.refresh.interval.ms" = 500 }') as opened:
         await read_all(opened.source, 1)
-        topics.server.admin.delete_topics([topics.source])[topics.source].result()
+        topics.server.delete_topic(topics.source)
         with pytest.raises(port.NotThere):
             await ask_on(opened)
 

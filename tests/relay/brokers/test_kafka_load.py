@@ -26,7 +26,9 @@ LIMIT_S = 1_500.0
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "kept_bytes", "read_for_each"),
-    # What is due next lies anywhere: some ten messages are read on to it, unless it was read before.
+    # What is due next lies anywhere. If nothing is kept, some messages are read on to each. If all is kept, each relay
+    # reads each message about twice at most, however late it is; if a part is kept, a late relay reads the rest again
+    # for each portion.
     [(10_000, 0, 100), (100_000, 64 * 2**20, 20)],
     ids=["nothing is kept", "all is kept"],
 )
@@ -51,7 +53,9 @@ async def test_few_messages_are_read_for_each_that_is_due_in_any_order(
 async def load(broker: KafkaTopics, directory: Path, rows: int, kept_bytes: int) -> dict[str, Any]:
     """A relay is killed at a third, and another one joins at two thirds."""
     own = {"kept_bytes = 0": f"kept_bytes = {kept_bytes}"}
-    with processes(broker, directory, own=own) as (daemon, one, two):
+    # At most an eighth of the relay's memory is for what is kept.
+    relay = f"memory_bytes = {max(256 * 2**20, 8 * kept_bytes)}\n"
+    with processes(broker, directory, own=own, relay=relay) as (daemon, one, two):
         due_ms = await published(broker, rows)
         outages = Outages()
         two.start()

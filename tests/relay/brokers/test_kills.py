@@ -76,18 +76,18 @@ def not_failing(each: Published) -> bool:
 
 @contextlib.contextmanager
 def processes(
-    broker: AnyBroker, directory: Path, more: str = "", own: Mapping[str, str] | None = None
+    broker: AnyBroker, directory: Path, more: str = "", own: Mapping[str, str] | None = None, relay: str = ""
 ) -> Iterator[tuple[DaemonProcess, RelayProcess, RelayProcess]]:
     """A daemon, a relay that runs and one that does not yet. `more`: settings of the source. `own`: what stands in
-    their settings instead.
+    their settings instead. `relay`: settings of the relay itself.
     """
-    with proxied(broker, directory, more, own) as (_, daemon, one, two):
+    with proxied(broker, directory, more, own, relay) as (_, daemon, one, two):
         yield daemon, one, two
 
 
 @contextlib.contextmanager
 def proxied(
-    broker: AnyBroker, directory: Path, more: str = "", own: Mapping[str, str] | None = None
+    broker: AnyBroker, directory: Path, more: str = "", own: Mapping[str, str] | None = None, relay: str = ""
 ) -> Iterator[tuple[TcpProxy, DaemonProcess, RelayProcess, RelayProcess]]:
     """The processes, and what the relays reach the daemon through."""
     with DaemonProcess("daemon", directory, local_store(directory / "root")) as daemon:
@@ -98,8 +98,8 @@ def proxied(
                 assert shown in settings
                 settings = settings.replace(shown, instead)
             with (
-                RelayProcess("relay-1", directory, settings) as one,
-                RelayProcess("relay-2", directory, settings) as two,
+                RelayProcess("relay-1", directory, settings, relay) as one,
+                RelayProcess("relay-2", directory, settings, relay) as two,
             ):
                 one.start()
                 yield proxy, daemon, one, two

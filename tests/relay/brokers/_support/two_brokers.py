@@ -314,7 +314,7 @@ class KafkaTopics:
         return int(self._consumer.get_watermark_offsets(kafka.TopicPartition(stream, partition), timeout=PATIENCE_S)[1])
 
     async def delete(self, stream: str) -> None:
-        await asyncio.wrap_future(self.server.admin.delete_topics([stream])[stream])
+        await asyncio.to_thread(self.server.delete_topic, stream)
         self._found.pop(stream, None)
 
     async def take_away(self, stream: str) -> None:
