@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 
 from storage_backends import commit
-from storage_backends.formats import index_ids, manifest, merge, names
+from storage_backends.formats import index_ids, manifest, merge, names, requirements
 from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import (
@@ -304,6 +304,27 @@ class SetDelayLevels:
 
     def landed(self, tip: TopicManifest) -> bool:
         return not tip.deleted and (tip.owner_epoch, tip.delay_levels) == (self.epoch, self.levels)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequireOfTopic:
+    """The addition of a requirement (`requirements`), before the first object of the topic that needs it.
+
+    The manifest of the shard requires it already. It stays for ever, also when the topic is deleted.
+    """
+
+    requirement: str
+    epoch: int
+
+    def precondition(self, tip: TopicManifest | None) -> str | None:
+        return NO_TOPIC if tip is None else _not_owned(tip, self.epoch)
+
+    def apply(self, tip: TopicManifest | None) -> TopicManifest:
+        tip = existing(tip)
+        return dataclasses.replace(tip, requires=requirements.joined(tip.requires, self.requirement))
+
+    def landed(self, tip: TopicManifest) -> bool:
+        return tip.owner_epoch == self.epoch and self.requirement in tip.requires
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

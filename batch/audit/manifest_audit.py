@@ -170,6 +170,7 @@ def flaws_of_following_topic(before: TopicManifest, after: TopicManifest) -> Ite
         yield _rule(f"topic {before.topic!r} became {after.topic!r}")
     for name in ("owner_epoch", "applied", "last_subscription_id"):
         yield from _never_falls(name, getattr(before, name), getattr(after, name))
+    yield from _never_forgotten(before, after)
     expected = before.incarnation + (1 if after.deleted and not before.deleted else 0)
     if after.incarnation != expected:
         yield _rule(f"incarnation {before.incarnation} became {after.incarnation}, but should be {expected}")
@@ -211,6 +212,7 @@ def flaws_of_following_shard(before: ShardManifest, after: ShardManifest) -> Ite
     """Yield the flaws of a shard manifest against the one before it, except those of the heads."""
     for name in ("epoch", "settled_epoch"):
         yield from _never_falls(name, getattr(before, name), getattr(after, name))
+    yield from _never_forgotten(before, after)
     if after.epoch > before.epoch + 1:
         yield _rule(f"epoch rose from {before.epoch} to {after.epoch}: each owner takes the next epoch")
     yield from _flaws_of_following_ranges(before, after)
@@ -256,6 +258,11 @@ def _flaws_of_following_ranges(before: ShardManifest, after: ShardManifest) -> I
     for came in kept.values():
         if came.epoch != after.epoch or after.epoch == before.epoch or came.through is not None:
             yield _rule(f"a range of epoch {came.epoch} in log {came.log_id} was added without a claim")
+
+
+def _never_forgotten(before: Manifest, after: Manifest) -> Iterator[Flaw]:
+    if lost := sorted(set(before.requires) - set(after.requires)):
+        yield _rule(f"it no longer requires {', '.join(lost)}")
 
 
 def _never_falls(name: str, before: int, after: int) -> Iterator[Flaw]:
@@ -509,7 +516,7 @@ class _Run:
             shard = self._root.shard_tip(self._place.shard)
             return None if shard is None else shard.manifest
         except object_store.Damaged as error:
-            self._report(0, None, [Flaw(Kind.DAMAGED, str(error))])
+            self._report(0, None, [object_audit.unreadable(error, str(error))])
         except object_store.StoreError as error:
             self._report(0, None, [Flaw(Kind.UNREADABLE, str(error))])
         return None

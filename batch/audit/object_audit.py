@@ -46,8 +46,15 @@ class BucketContent:
     rows: Rows | None = None
 
 
-def damaged(error: format_errors.FormatError) -> Flaw:
-    return Flaw(Kind.DAMAGED, str(error), error.offset)
+def damaged(error: format_errors.FormatError, of: str = "") -> Flaw:
+    """Return the flaw of content that was not decoded; `of` comes before its detail."""
+    kind = Kind.NEWER if isinstance(error, format_errors.NewerFormat) else Kind.DAMAGED
+    return Flaw(kind, f"{of}{error}", error.offset)
+
+
+def unreadable(error: object_store.Damaged, detail: str) -> Flaw:
+    """Return the flaw of an object that was not read whole."""
+    return Flaw(Kind.NEWER if isinstance(error, object_store.NewerObject) else Kind.DAMAGED, detail)
 
 
 def _disagrees(detail: str) -> Flaw:
@@ -343,7 +350,7 @@ class _Run:
         except object_store.NotFound:
             self._open[item.place].append((item, Flaw(Kind.MISSING, "it does not exist")))
         except object_store.Damaged as error:
-            self._open[item.place].append((item, Flaw(Kind.DAMAGED, error.reason)))
+            self._open[item.place].append((item, unreadable(error, error.reason)))
         except object_store.StoreError as error:
             self._find(item, Flaw(Kind.UNREADABLE, str(error)), Severity.ERROR)
         else:
