@@ -129,14 +129,14 @@ class DeadLetterEvents:
 
         apart = ("text_index", "texts", "schedule_ids")
         columns = {name: column(name) for name in DeadLetterColumns._fields if name not in apart}
-        ids = ScheduleIds.concat(
+        schedule_ids = ScheduleIds.concat(
             [each.schedule_ids for each in self._came], [len(each.dead_letter_id) for each in self._came]
         )
         return DeadLetterColumns(
             **columns,
             text_index=np.concatenate(text_index)[stays],
             texts=tuple(texts),
-            schedule_ids=None if ids is None else ids.take(stays),
+            schedule_ids=None if schedule_ids is None else schedule_ids.take(stays),
         )
 
 

@@ -48,7 +48,8 @@ def dead_letters(draw: st.DrawFn) -> DeadLetterColumns:
 
 
 def plain(letters: DeadLetterColumns) -> list[object]:
-    *columns, ids = letters
+    columns: list[Any] = list(letters[:-1])
+    ids = letters.schedule_ids
     return [
         *(each if isinstance(each, tuple) else (each.dtype, each.tolist()) for each in columns),
         ids.tolist() if ids else None,

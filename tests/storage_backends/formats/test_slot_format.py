@@ -65,10 +65,12 @@ def acknowledgements(draw: st.DrawFn) -> AcknowledgeRecord:
 
 @st.composite
 def nacks(draw: st.DrawFn) -> NackRecord:
-    rows = draw(some_rows)
+    rows, added = draw(some_rows), draw(st.booleans())
+    if not added:
+        rows = dataclasses.replace(rows, schedule_ids=None)
     counts = draw(examples.u32_column(len(rows)))
     times = draw(examples.u64_column(len(rows)))
-    return NackRecord(draw(topics), draw(small), 2, draw(indexes), rows, times, counts, draw(st.booleans()))
+    return NackRecord(draw(topics), draw(small), 2, draw(indexes), rows, times, counts, added)
 
 
 @st.composite

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def part_with(place: str, rows: Rows) -> TopicPart:
     record = slot_format.AddRecord("id", 1, 0, rows)
     message = journal_pb2.Record()
     slot_format.fill_record(message, record)
-    content: dict[str, object] = {
+    content: dict[str, Any] = {
         "mutable_rows": rows,
         "own_rows": (OwnRows(2, rows),),
         "sealing": (SealingPart("b", ShardSlot(6), rows),),
