@@ -98,7 +98,7 @@ class RescheduleRecord(_OfRows):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class AcknowledgeRecord(_OfRows):
-    """Rows of an index that a subscription acknowledged; they carry no key hash."""
+    """Rows of an index that a subscription acknowledged; neither key hashes nor schedule ids of theirs are stored."""
 
     topic_id: str
     incarnation: int
@@ -108,6 +108,10 @@ class AcknowledgeRecord(_OfRows):
 
     def __post_init__(self) -> None:
         _check_index(self)
+
+    @property
+    def holds_ids(self) -> bool:
+        return False
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

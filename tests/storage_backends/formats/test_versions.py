@@ -245,3 +245,8 @@ def test_records_that_become_one_keep_the_ids_of_their_rows() -> None:
     expected = [row[-1] for row in examples.tuples(WITH_IDS)]
     expected[9:20] = [b""] * 11
     assert [row[-1] for row in examples.tuples(read.rows)] == expected[:30]
+
+
+def test_an_acknowledgement_stores_no_ids() -> None:
+    acknowledged = slot_format.AcknowledgeRecord("id", 1, 2, dataclasses.replace(WITH_IDS, key_hash=None))
+    assert slot_format.encode_slot(HEADER, (acknowledged,))[4] == 1
