@@ -240,14 +240,14 @@ def encode_bucket(
         raise ValueError("a bucket has at least one row")
     if bool((rows.deliver_at_ms[1:] < rows.deliver_at_ms[:-1]).any()):
         raise ValueError("the rows of a bucket must be sorted by deliver_at_ms")
-    ids = rows.schedule_ids if rows.has_ids else None
+    holds_ids = rows.has_ids
     compatible = (
         compatible
-        and ids is None
+        and not holds_ids
         and not index_ids.is_of_batch_parts(subscription_id)
         and int(rows.entry_id.max()) < _COMPATIBLE_ENTRY_ID_END
     )
-    id_lengths = None if ids is None else ids.lengths
+    id_lengths = None if rows.schedule_ids is None else rows.schedule_ids.lengths
     parts = [rows.take(slice(start, end)) for start, end in segment.cut(rows.deliver_at_ms, limits, id_lengths)]
     if positions is None:
         positions = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
@@ -257,20 +257,18 @@ def encode_bucket(
     )
     mirror.extend(metadata.positions, positions)
     mirror.extend(metadata.kept, kept)
-    id_rows, (id_hash_low, id_hash_high) = 0, id_hash(rows)
-    if id_lengths is not None:
+    if holds_ids and id_lengths is not None:
         has_id = id_lengths != 0
-        id_rows = int(has_id.sum())
         id_positions = position_bitmap.position_bitmaps(rows.ledger_id[has_id], rows.entry_id[has_id])
         mirror.extend(metadata.id_positions, id_positions)
-        metadata.id_hash_low, metadata.id_hash_high = id_hash_low, id_hash_high
+        metadata.id_hash_low, metadata.id_hash_high = id_hash(rows)
     _list_segments(metadata, parts, compatible)
     if compatible:
         payloads = [segment.encode_compatible(part) for part in parts]
     else:
         zstd = segment.compressor()
         payloads = [segment.encode_columnar(part, zstd) for part in parts]
-    version = requirements.version_of(holds_ids=ids is not None)
+    version = requirements.version_of(holds_ids=holds_ids)
     body, table = _assemble([metadata.SerializeToString(deterministic=True), *payloads], [rows, *parts], version)
     return EncodedBucket(
         body=body,
@@ -284,9 +282,9 @@ def encode_bucket(
         max_deliver_at_ms=table.metadata.max_deliver_at_ms,
         hash_low=hash_low,
         hash_high=hash_high,
-        id_rows=id_rows,
-        id_hash_low=id_hash_low,
-        id_hash_high=id_hash_high,
+        id_rows=0 if id_lengths is None else int(np.count_nonzero(id_lengths)),
+        id_hash_low=metadata.id_hash_low,
+        id_hash_high=metadata.id_hash_high,
         compatible=compatible,
     )
 
