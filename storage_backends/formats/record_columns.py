@@ -54,7 +54,8 @@ class _OfRows:
     @property
     def holds_ids(self) -> bool:
         """True if a row has a schedule id."""
-        return self.rows.has_ids
+        ids = self.rows.schedule_ids
+        return ids is not None and bool(ids)
 
 
 class _OfPositions:

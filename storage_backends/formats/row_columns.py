@@ -105,12 +105,17 @@ class Rows:
             key_hash = np.concatenate(
                 [np.zeros(len(part), np.uint32) if part.key_hash is None else part.key_hash for part in parts]
             )
+        schedule_ids = None
+        for part in parts:
+            if part.schedule_ids is not None:
+                schedule_ids = ScheduleIds.concat([each.schedule_ids for each in parts], list(map(len, parts)))
+                break
         return Rows(
             np.concatenate([part.deliver_at_ms for part in parts]),
             np.concatenate([part.ledger_id for part in parts]),
             np.concatenate([part.entry_id for part in parts]),
             key_hash,
-            ScheduleIds.concat([part.schedule_ids for part in parts], list(map(len, parts))),
+            schedule_ids,
         )
 
     @staticmethod
