@@ -521,9 +521,10 @@ class MergeSource:
 class Merge:
     """The replacement of the sources, neighbours in one index, by `bucket`, or by nothing if that is None.
 
-    `dropped_hash` is the hash of the rows that were not copied; they must be gone on the tip too. `incarnation` is the
-    topic's when the merge was planned. `progress_of` returns the progress of a manifest, inline or not, and may raise
-    the store's errors. The sources may be deleted after `delete_after_ms` (Unix milliseconds).
+    `dropped_hash` is the hash of the rows that were not copied, `dropped_id_hash` that of those with schedule ids; they
+    must be gone on the tip too. `incarnation` is the topic's when the merge was planned. `progress_of` returns the
+    progress of a manifest, inline or not, and may raise the store's errors. The sources may be deleted after
+    `delete_after_ms` (Unix milliseconds).
     """
 
     sources: tuple[MergeSource, ...]
@@ -532,6 +533,7 @@ class Merge:
     incarnation: int
     progress_of: Callable[[TopicManifest], Progress]
     delete_after_ms: int
+    dropped_id_hash: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if not self.sources or len({source.name for source in self.sources}) < len(self.sources):
@@ -582,9 +584,8 @@ class Merge:
         dropped = sum(len(source.dropped) for source in self.sources)
         if rows != copied + dropped:
             return f"the sources have {rows} rows, {copied} were copied and {dropped} dropped"
-        written = (0, 0) if self.bucket is None else (self.bucket.hash_low, self.bucket.hash_high)
         try:
-            merge.check_conserved(merging, written, self.dropped_hash)
+            merge.check_conserved(merging, self.bucket, self.dropped_hash, self.dropped_id_hash)
         except merge.NotConserved as error:
             return str(error)
         return None

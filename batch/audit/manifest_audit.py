@@ -23,7 +23,7 @@ from batch.audit.reading import Place, Read
 from batch.engine.root import Root
 from storage_backends import bucket_reading, object_store
 from storage_backends.commit import COMMIT_ID
-from storage_backends.formats import format_errors, log_slot_format, manifest, names, position_bitmap
+from storage_backends.formats import format_errors, log_slot_format, manifest, merge, names, position_bitmap
 from storage_backends.formats.manifest import (
     LINEAGE_MAX,
     LiveBucket,
@@ -36,7 +36,6 @@ from storage_backends.formats.manifest import (
 )
 
 M = TypeVar("M", ShardManifest, TopicManifest)
-_U64_MASK = (1 << 64) - 1
 
 
 def _rule(detail: str) -> Flaw:
@@ -330,8 +329,11 @@ def _flaws_of_merge(sources: Sequence[LiveBucket], merged: Sequence[LiveBucket])
     rows = sum(source.rows for source in sources)
     if made.rows > rows:
         yield _rule(f"merged bucket {name} has {made.rows} rows, but its sources had {rows}")
-    elif made.rows == rows and _hash_sum(sources) != (made.hash_low, made.hash_high):
-        yield _rule(f"merged bucket {name} has all {rows} rows of its sources, but not their hash")
+    elif made.rows == rows:
+        try:
+            merge.check_conserved(sources, made, (0, 0), (0, 0))
+        except merge.NotConserved as error:
+            yield _rule(f"merged bucket {name} has all {rows} rows of its sources, but not their hash: {error}")
     within = (
         made.first_ledger_id >= min(source.first_ledger_id for source in sources)
         and made.last_ledger_id <= max(source.last_ledger_id for source in sources)
@@ -340,14 +342,6 @@ def _flaws_of_merge(sources: Sequence[LiveBucket], merged: Sequence[LiveBucket])
     )
     if not within:
         yield _rule(f"merged bucket {name} has ledgers or times that its sources did not have")
-
-
-def _hash_sum(sources: Iterable[LiveBucket]) -> tuple[int, int]:
-    low = high = 0
-    for source in sources:
-        low += source.hash_low
-        high += source.hash_high
-    return low & _U64_MASK, high & _U64_MASK
 
 
 Manifest: TypeAlias = TopicManifest | ShardManifest
