@@ -45,6 +45,8 @@ from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_log import ObjectLogs
 from tests._support.processes import run_child
 
+pytestmark = pytest.mark.long
+
 PINNED = sorted((Path(__file__).parent / "pinned").glob("*.tar.xz"))
 SHARDS = 8
 PATIENCE_S = 300.0
