@@ -112,6 +112,7 @@ def write(
         ),
         bucket=live,
         dropped_hash=made.dropped_hash,
+        dropped_id_hash=made.dropped_id_hash,
         incarnation=plan.tip.incarnation,
         progress_of=progress_of,
         delete_after_ms=delete_after_ms,

@@ -2,6 +2,7 @@
 
 Everything here is synchronous. Damage raises object_store.Damaged with the object's key and the offset, and a missing
 object raises NotFound, each only after a second read has found the same, because the caller cannot undo what follows.
+What only a newer release reads raises NewerObject, a Damaged after which nothing may be recorded as lost.
 `LastProgress` caches the progress that consecutive manifests share. The formats are those of `formats.bucket_format`
 and `formats.manifest`; `formats.merge` says what progress means for buckets merged since.
 """
@@ -120,7 +121,7 @@ def _naming(key: str) -> Iterator[None]:
     try:
         yield
     except format_errors.FormatError as error:
-        raise object_store.Damaged(key, str(error)) from error
+        raise object_store.unreadable(key, error) from error
 
 
 def progress_of(store: object_store.ObjectStore, tip: TopicManifest) -> Progress:
@@ -136,7 +137,7 @@ def progress_of(store: object_store.ObjectStore, tip: TopicManifest) -> Progress
         manifest.check_bytes(tip.progress_object, body, "progress")
         return manifest.decode_progress(body)
     except format_errors.FormatError as error:
-        raise object_store.Damaged(key, str(error)) from error
+        raise object_store.unreadable(key, error) from error
 
 
 class LastProgress:

@@ -55,7 +55,7 @@ def read_checkpoint(
         manifest.check_bytes(reference.object, body, "checkpoint")
         checkpoint = checkpoint_format.decode_checkpoint(body)
     except format_errors.FormatError as error:
-        raise object_store.Damaged(key, str(error)) from error
+        raise object_store.unreadable(key, error) from error
     if (checkpoint.shard, checkpoint.slot) != (shard, reference.slot):
         raise object_store.Damaged(key, f"it is of slot {checkpoint.slot} of shard {checkpoint.shard}")
     for part in checkpoint.topics:
@@ -71,12 +71,14 @@ def read_newest(
 
     In the second case `damaged` is called with the key of the damaged one. Before the second checkpoint no section has
     been dropped, so together they replace a damaged first one. Raises Damaged or NotFound if the predecessor cannot be
-    read either, and the store's errors.
+    read either, NewerObject for one that only a newer release reads, and the store's errors.
     """
     if tip.checkpoint is None:
         return LoadedCheckpoint(None, log_slot_format.BEFORE_THE_FIRST)
     try:
         return _loaded(store, tip.shard, tip.checkpoint)
+    except object_store.NewerObject:
+        raise
     except (object_store.Damaged, object_store.NotFound) as error:
         damaged(error.key)
         log.error("shard %d falls back to the previous checkpoint: %s", tip.shard, error)
@@ -130,7 +132,10 @@ def sections_of_shard(
 
 
 def decoded_section(shard: int, sections: Iterable[Section]) -> list[DecodedSection]:
-    """Decode the sections of a shard, in the order in which they are given. Raises SectionDamaged."""
+    """Decode the sections of a shard, in the order in which they are given.
+
+    Raises SectionDamaged, and NewerObject for one that only a newer release reads.
+    """
     return [_decoded(shard, section) for section in sections]
 
 
@@ -138,6 +143,10 @@ def _decoded(shard: int, section: Section) -> DecodedSection:
     try:
         header, records, deletions = slot_format.read_slot(section.body)
     except format_errors.FormatError as error:
+        if isinstance(error, format_errors.NewerFormat):
+            key = names.log_slot_key(section.log_id, section.number)
+            of = f"the section of shard {shard}, shard slot {section.slot}: "
+            raise object_store.unreadable(key, error, of) from error
         raise SectionDamaged(shard, section, error.offset, error.detail) from error
     if (header.shard, header.epoch, header.slot) != (shard, section.epoch, section.slot):
         detail = f"it is shard slot {header.slot} of shard {header.shard}, of epoch {header.epoch}"

@@ -31,7 +31,15 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from storage_backends.formats import format_errors, names
 from storage_backends.formats.manifest import LINEAGE_MAX, ManifestHead
-from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError, StoreRefused, StoreUnavailable
+from storage_backends.object_store import (
+    Damaged,
+    NotFound,
+    ObjectStore,
+    StoreError,
+    StoreRefused,
+    StoreUnavailable,
+    unreadable,
+)
 
 COMMIT_ID: Final = "commitid"
 """The metadata key under which HEAD shows whose manifest it is."""
@@ -241,7 +249,7 @@ class ManifestLog(Generic[M]):
         try:
             manifest = self.codec.decode(body)
         except format_errors.FormatError as error:
-            raise Damaged(key, str(error)) from error
+            raise unreadable(key, error) from error
         if manifest.head.number != number:
             raise Damaged(key, f"it says that its number is {manifest.head.number}")
         return Tip(number, manifest, hashlib.sha256(body).digest(), read_at)

@@ -246,7 +246,7 @@ def decoded(log_id: str, number: int, body: bytes | None, damage: str) -> LogSlo
     try:
         slot = log_slot_format.decode_log_slot(body)
     except format_errors.FormatError as error:
-        raise object_store.Damaged(key, str(error)) from error
+        raise object_store.unreadable(key, error) from error
     if (slot.header.log_id, slot.header.number) != (log_id, number):
         raise object_store.Damaged(key, f"it is slot {slot.header.number} of log {slot.header.log_id}")
     return slot

@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Final, Self
 
+from storage_backends.formats.format_errors import FormatError, NewerFormat
+
 KEY_BYTES_MAX: Final = 900
 """Longest key (bytes); S3 allows 1,024, and the store's own prefix needs its part of them."""
 
@@ -93,6 +95,19 @@ class StoreRefused(StoreError):
 
 class Damaged(StoreError):
     """The error of an object that differs from what was written, or is shorter than known; `reason` says where."""
+
+
+class NewerObject(Damaged):
+    """The error of an object that may be whole, but that only a newer release reads.
+
+    It is refused as a damaged one is. Nothing takes its place: no older object, no loss that is recorded.
+    """
+
+
+def unreadable(key: str, error: FormatError, of: str = "") -> Damaged:
+    """Return the error of an object whose content was not decoded; `of` comes before its reason."""
+    kind = NewerObject if isinstance(error, NewerFormat) else Damaged
+    return kind(key, f"{of}{error}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 
 from storage_backends import commit
-from storage_backends.formats import index_ids, manifest, merge, names
+from storage_backends.formats import index_ids, manifest, merge, names, requirements
 from storage_backends.formats.bucket_format import KeptRows
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import (
@@ -307,6 +307,27 @@ class SetDelayLevels:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequireOfTopic:
+    """The addition of a requirement (`requirements`), before the first object of the topic that needs it.
+
+    The manifest of the shard requires it already. It stays for ever, also when the topic is deleted.
+    """
+
+    requirement: str
+    epoch: int
+
+    def precondition(self, tip: TopicManifest | None) -> str | None:
+        return NO_TOPIC if tip is None else _not_owned(tip, self.epoch)
+
+    def apply(self, tip: TopicManifest | None) -> TopicManifest:
+        tip = existing(tip)
+        return dataclasses.replace(tip, requires=requirements.joined(tip.requires, self.requirement))
+
+    def landed(self, tip: TopicManifest) -> bool:
+        return tip.owner_epoch == self.epoch and self.requirement in tip.requires
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DeleteTopic:
     """The deletion of a topic, which voids all decisions on it in slots up to `slot`.
 
@@ -500,9 +521,10 @@ class MergeSource:
 class Merge:
     """The replacement of the sources, neighbours in one index, by `bucket`, or by nothing if that is None.
 
-    `dropped_hash` is the hash of the rows that were not copied; they must be gone on the tip too. `incarnation` is the
-    topic's when the merge was planned. `progress_of` returns the progress of a manifest, inline or not, and may raise
-    the store's errors. The sources may be deleted after `delete_after_ms` (Unix milliseconds).
+    `dropped_hash` is the hash of the rows that were not copied, `dropped_id_hash` that of those with schedule ids; they
+    must be gone on the tip too. `incarnation` is the topic's when the merge was planned. `progress_of` returns the
+    progress of a manifest, inline or not, and may raise the store's errors. The sources may be deleted after
+    `delete_after_ms` (Unix milliseconds).
     """
 
     sources: tuple[MergeSource, ...]
@@ -511,6 +533,7 @@ class Merge:
     incarnation: int
     progress_of: Callable[[TopicManifest], Progress]
     delete_after_ms: int
+    dropped_id_hash: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if not self.sources or len({source.name for source in self.sources}) < len(self.sources):
@@ -561,9 +584,8 @@ class Merge:
         dropped = sum(len(source.dropped) for source in self.sources)
         if rows != copied + dropped:
             return f"the sources have {rows} rows, {copied} were copied and {dropped} dropped"
-        written = (0, 0) if self.bucket is None else (self.bucket.hash_low, self.bucket.hash_high)
         try:
-            merge.check_conserved(merging, written, self.dropped_hash)
+            merge.check_conserved(merging, self.bucket, self.dropped_hash, self.dropped_id_hash)
         except merge.NotConserved as error:
             return str(error)
         return None

@@ -37,6 +37,7 @@ class Kind(enum.StrEnum):
     DISAGREES = "disagrees"
     MISSING = "missing"
     UNREADABLE = "unreadable"
+    NEWER = "newer"
     CHAIN_BROKEN = "chain_broken"
     CHAIN_RULE = "chain_rule"
     MANIFEST_MISSING = "manifest_missing"
@@ -61,6 +62,7 @@ MEANING: Final = MappingProxyType(
         Kind.DISAGREES: "it is whole, but differs from what the object that names it says",
         Kind.MISSING: "a manifest names it, but it does not exist",
         Kind.UNREADABLE: "the store did not return it: the audit is incomplete",
+        Kind.NEWER: "only a newer release reads it: the audit is incomplete",
         Kind.CHAIN_BROKEN: "a manifest does not continue the one before it",
         Kind.CHAIN_RULE: "a manifest contradicts the one before it",
         Kind.MANIFEST_MISSING: "a manifest that must be kept is missing",

@@ -204,7 +204,8 @@ def _flaws_of_section(slot: LogSlot, shard: int) -> Iterator[Flaw]:
         for record in stored.records:
             record.decoded()
     except format_errors.FormatError as error:
-        yield Flaw(Kind.DAMAGED, f"section {head.last_slot} of shard {shard}: {error}")
+        flaw = object_audit.damaged(error, f"section {head.last_slot} of shard {shard}: ")
+        yield dataclasses.replace(flaw, offset=None)
         return
     header = stored.header
     if (header.shard, header.epoch, header.slot) != (shard, *head):

@@ -23,7 +23,7 @@ from batch.audit.reading import Place, Read
 from batch.engine.root import Root
 from storage_backends import bucket_reading, object_store
 from storage_backends.commit import COMMIT_ID
-from storage_backends.formats import format_errors, log_slot_format, manifest, names, position_bitmap
+from storage_backends.formats import format_errors, log_slot_format, manifest, merge, names, position_bitmap
 from storage_backends.formats.manifest import (
     LINEAGE_MAX,
     LiveBucket,
@@ -36,7 +36,6 @@ from storage_backends.formats.manifest import (
 )
 
 M = TypeVar("M", ShardManifest, TopicManifest)
-_U64_MASK = (1 << 64) - 1
 
 
 def _rule(detail: str) -> Flaw:
@@ -170,6 +169,7 @@ def flaws_of_following_topic(before: TopicManifest, after: TopicManifest) -> Ite
         yield _rule(f"topic {before.topic!r} became {after.topic!r}")
     for name in ("owner_epoch", "applied", "last_subscription_id"):
         yield from _never_falls(name, getattr(before, name), getattr(after, name))
+    yield from _never_forgotten(before, after)
     expected = before.incarnation + (1 if after.deleted and not before.deleted else 0)
     if after.incarnation != expected:
         yield _rule(f"incarnation {before.incarnation} became {after.incarnation}, but should be {expected}")
@@ -211,6 +211,7 @@ def flaws_of_following_shard(before: ShardManifest, after: ShardManifest) -> Ite
     """Yield the flaws of a shard manifest against the one before it, except those of the heads."""
     for name in ("epoch", "settled_epoch"):
         yield from _never_falls(name, getattr(before, name), getattr(after, name))
+    yield from _never_forgotten(before, after)
     if after.epoch > before.epoch + 1:
         yield _rule(f"epoch rose from {before.epoch} to {after.epoch}: each owner takes the next epoch")
     yield from _flaws_of_following_ranges(before, after)
@@ -256,6 +257,11 @@ def _flaws_of_following_ranges(before: ShardManifest, after: ShardManifest) -> I
     for came in kept.values():
         if came.epoch != after.epoch or after.epoch == before.epoch or came.through is not None:
             yield _rule(f"a range of epoch {came.epoch} in log {came.log_id} was added without a claim")
+
+
+def _never_forgotten(before: Manifest, after: Manifest) -> Iterator[Flaw]:
+    if lost := sorted(set(before.requires) - set(after.requires)):
+        yield _rule(f"it no longer requires {', '.join(lost)}")
 
 
 def _never_falls(name: str, before: int, after: int) -> Iterator[Flaw]:
@@ -323,8 +329,11 @@ def _flaws_of_merge(sources: Sequence[LiveBucket], merged: Sequence[LiveBucket])
     rows = sum(source.rows for source in sources)
     if made.rows > rows:
         yield _rule(f"merged bucket {name} has {made.rows} rows, but its sources had {rows}")
-    elif made.rows == rows and _hash_sum(sources) != (made.hash_low, made.hash_high):
-        yield _rule(f"merged bucket {name} has all {rows} rows of its sources, but not their hash")
+    elif made.rows == rows:
+        try:
+            merge.check_conserved(sources, made, (0, 0), (0, 0))
+        except merge.NotConserved as error:
+            yield _rule(f"merged bucket {name} has all {rows} rows of its sources, but not their hash: {error}")
     within = (
         made.first_ledger_id >= min(source.first_ledger_id for source in sources)
         and made.last_ledger_id <= max(source.last_ledger_id for source in sources)
@@ -333,14 +342,6 @@ def _flaws_of_merge(sources: Sequence[LiveBucket], merged: Sequence[LiveBucket])
     )
     if not within:
         yield _rule(f"merged bucket {name} has ledgers or times that its sources did not have")
-
-
-def _hash_sum(sources: Iterable[LiveBucket]) -> tuple[int, int]:
-    low = high = 0
-    for source in sources:
-        low += source.hash_low
-        high += source.hash_high
-    return low & _U64_MASK, high & _U64_MASK
 
 
 Manifest: TypeAlias = TopicManifest | ShardManifest
@@ -509,7 +510,7 @@ class _Run:
             shard = self._root.shard_tip(self._place.shard)
             return None if shard is None else shard.manifest
         except object_store.Damaged as error:
-            self._report(0, None, [Flaw(Kind.DAMAGED, str(error))])
+            self._report(0, None, [object_audit.unreadable(error, str(error))])
         except object_store.StoreError as error:
             self._report(0, None, [Flaw(Kind.UNREADABLE, str(error))])
         return None

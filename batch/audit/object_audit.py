@@ -46,8 +46,15 @@ class BucketContent:
     rows: Rows | None = None
 
 
-def damaged(error: format_errors.FormatError) -> Flaw:
-    return Flaw(Kind.DAMAGED, str(error), error.offset)
+def damaged(error: format_errors.FormatError, of: str = "") -> Flaw:
+    """Return the flaw of content that was not decoded; `of` comes before its detail."""
+    kind = Kind.NEWER if isinstance(error, format_errors.NewerFormat) else Kind.DAMAGED
+    return Flaw(kind, f"{of}{error}", error.offset)
+
+
+def unreadable(error: object_store.Damaged, detail: str) -> Flaw:
+    """Return the flaw of an object that was not read whole."""
+    return Flaw(Kind.NEWER if isinstance(error, object_store.NewerObject) else Kind.DAMAGED, detail)
 
 
 def _disagrees(detail: str) -> Flaw:
@@ -92,6 +99,11 @@ def _row_flaws(metadata: BucketMetadata, rows: Rows, positions: PositionSet) -> 
     """Check rows against the metadata; `decode_bucket` has compared the hash and the number of rows."""
     if len(rows) != metadata.rows:
         yield _disagrees(f"it has {len(rows)} rows, but its metadata says {metadata.rows}")
+    if rows.schedule_ids is not None:
+        has_id = rows.schedule_ids.lengths != 0
+        with_ids = PositionSet.of(position_bitmap.position_bitmaps(rows.ledger_id[has_id], rows.entry_id[has_id]))
+        if with_ids != PositionSet.of(metadata.id_positions):
+            yield _disagrees("its metadata names other positions with schedule ids than those of its rows")
     held = PositionSet.of(position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id))
     if len(held) != len(rows):
         yield _disagrees(f"{len(rows) - len(held)} of its positions occur twice")
@@ -130,12 +142,15 @@ def _live_flaws(live: LiveBucket, metadata: BucketMetadata, rows: Rows, body: by
     if not len(rows):
         yield _disagrees("it has no rows")
         return
-    # `decode_bucket` has compared the hash of the metadata with that of the rows.
+    # `decode_bucket` has compared the hashes of the metadata with those of the rows.
     found = {
         "subscription_id": metadata.subscription_id,
         "rows": len(rows),
         "hash_low": metadata.hash_low,
         "hash_high": metadata.hash_high,
+        "id_rows": sum(len(each.bitmap()) for each in metadata.id_positions),
+        "id_hash_low": metadata.id_hash_low,
+        "id_hash_high": metadata.id_hash_high,
         "first_ledger_id": int(rows.ledger_id.min()),
         "last_ledger_id": int(rows.ledger_id.max()),
         "min_deliver_at_ms": int(rows.deliver_at_ms[0]),
@@ -343,7 +358,7 @@ class _Run:
         except object_store.NotFound:
             self._open[item.place].append((item, Flaw(Kind.MISSING, "it does not exist")))
         except object_store.Damaged as error:
-            self._open[item.place].append((item, Flaw(Kind.DAMAGED, error.reason)))
+            self._open[item.place].append((item, unreadable(error, error.reason)))
         except object_store.StoreError as error:
             self._find(item, Flaw(Kind.UNREADABLE, str(error)), Severity.ERROR)
         else:

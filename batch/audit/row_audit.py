@@ -182,7 +182,7 @@ def _read_checkpoint(root: Root, tip: ShardManifest, found: HeldRows, wanted: Se
     try:
         found.take_checkpoint(checkpoint_format.decode_checkpoint(root.store.get(key)), wanted)
     except format_errors.FormatError as error:
-        raise object_store.Damaged(key, str(error)) from error
+        raise object_store.unreadable(key, error) from error
 
 
 def _read_sections(logs: SlotLogs, tip: ShardManifest, found: HeldRows, wanted: Set[str]) -> None:
@@ -194,7 +194,7 @@ def _read_sections(logs: SlotLogs, tip: ShardManifest, found: HeldRows, wanted: 
                 if record.topic_id in wanted:
                     found.take(record.decoded())
         except format_errors.FormatError as error:
-            raise object_store.Damaged(key, str(error)) from error
+            raise object_store.unreadable(key, error) from error
 
 
 TRIES_MAX: Final = 5

@@ -46,6 +46,7 @@ from storage_backends.formats.record_columns import (
 )
 from storage_backends.formats.redelivery_columns import DeadLetterColumns
 from storage_backends.formats.row_columns import U64, Rows
+from storage_backends.formats.schedule_ids import ScheduleIds
 
 # Rows of the stored state, and their stored bits
 STORED_ROWS_AT: Final = 0
@@ -126,8 +127,17 @@ class DeadLetterEvents:
         def column(name: str) -> Any:
             return np.concatenate([getattr(each, name) for each in self._came])[stays]
 
-        columns = {name: column(name) for name in DeadLetterColumns._fields if name not in ("text_index", "texts")}
-        return DeadLetterColumns(**columns, text_index=np.concatenate(text_index)[stays], texts=tuple(texts))
+        apart = ("text_index", "texts", "schedule_ids")
+        columns = {name: column(name) for name in DeadLetterColumns._fields if name not in apart}
+        schedule_ids = ScheduleIds.concat(
+            [each.schedule_ids for each in self._came], [len(each.dead_letter_id) for each in self._came]
+        )
+        return DeadLetterColumns(
+            **columns,
+            text_index=np.concatenate(text_index)[stays],
+            texts=tuple(texts),
+            schedule_ids=None if schedule_ids is None else schedule_ids.take(stays),
+        )
 
 
 def _no_dead_letters() -> DeadLetterColumns:
@@ -271,6 +281,7 @@ def _dead_letters_of(record: DeadLetterRecord) -> DeadLetterColumns:
         reason=np.full(count, record.reason, np.uint8),
         text_index=np.zeros(count, np.uint32),
         texts=(record.text,),
+        schedule_ids=rows.schedule_ids,
     )
 
 

@@ -28,7 +28,7 @@ from storage_backends.formats.manifest import BucketProgress, LiveBucket, Progre
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, position_bitmaps, positions_of
 from storage_backends.formats.record_columns import Record
 from storage_backends.formats.row_columns import Rows
-from storage_backends.object_store import Damaged, NotFound, ObjectStore, StoreError
+from storage_backends.object_store import NotFound, ObjectStore, StoreError, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class _TopicReading:
             loose = {} if part is None else self._stored_rows(part, stored, decisions)
             self._stored_redeliveries(stored, decisions)
         except format_errors.FormatError as error:
-            raise Damaged(named, f"topic {manifest.topic}: {error}") from error
+            raise unreadable(named, error, f"topic {manifest.topic}: ") from error
         for slot in self._tail.slots_above(manifest):
             decisions.apply(slot.slot, self._decoded(slot))
         indexes = [
@@ -193,7 +193,8 @@ class _TopicReading:
         try:
             return [each.decoded() if isinstance(each, slot_format.StoredRecord) else each for each in slot.records]
         except format_errors.FormatError as error:
-            raise Damaged(self._reading.slot_key(slot.slot), f"topic {self._manifest.topic}: {error}") from error
+            key = self._reading.slot_key(slot.slot)
+            raise unreadable(key, error, f"topic {self._manifest.topic}: ") from error
 
     # ---- the stored state
 
@@ -296,7 +297,7 @@ class _TopicReading:
         try:
             return PositionSet.of(self._opened[bucket.live.object.name].positions)
         except format_errors.FormatError as error:
-            raise Damaged(bucket.live.object.name, str(error)) from error
+            raise unreadable(bucket.live.object.name, error) from error
 
     def _open(self, wanted: Sequence[LiveBucket]) -> None:
         missing = [live for live in wanted if live.object.name not in self._opened]

@@ -29,7 +29,7 @@ from storage_backends.formats.format_errors import FormatError
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet, position_bitmaps
 from storage_backends.formats.row_columns import Rows
-from storage_backends.object_store import Damaged, NotFound, ObjectStore
+from storage_backends.object_store import Damaged, NotFound, ObjectStore, unreadable
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -102,7 +102,7 @@ def count_bucket(store: ObjectStore, steps: Steps, live: LiveBucket, gone: Posit
         while run := counting.needed():
             counting.read(run, bucket_reading.read_segments(store, live.object.name, run))
     except FormatError as error:
-        raise Damaged(live.object.name, str(error)) from error
+        raise unreadable(live.object.name, error) from error
     effort = Effort(buckets_opened=1, segments=len(table.segments), segments_read=counting.segments_read)
     return counting.counts(), effort
 

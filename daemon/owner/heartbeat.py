@@ -16,7 +16,7 @@ import msgspec
 
 from daemon.runtime.backoff import Run, Sleep
 from storage_backends import object_store
-from storage_backends.formats import names
+from storage_backends.formats import names, requirements
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     their epochs and `manifests` the numbers of their newest manifests that it knows; older versions write neither.
     `instance` is unique for each start of the process; `sequence` grows by one at each beat. `log_id` is the log that
     it writes, or wrote last, empty before the first; `last_slot` is a slot that this log certainly has. With
-    `log_ended` it no longer writes that log.
+    `log_ended` it no longer writes that log. `features` are the requirements of manifests that it meets
+    (`requirements.KNOWN`): no owner may require what a living daemon does not report. Older versions report none.
     """
 
     daemon_id: str
@@ -45,6 +46,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     log_id: str = ""
     last_slot: Annotated[int, msgspec.Meta(ge=0, le=names.NUMBER_MAX)] = 0
     log_ended: bool = False
+    features: tuple[str, ...] = ()
 
     @property
     def claims(self) -> Iterator[tuple[int, Claim]]:
@@ -201,6 +203,7 @@ class HeartbeatLoop:
             manifests=tuple(each.manifest for _, each in owned),
             instance=self._instance,
             sequence=self._sequence,
+            features=tuple(sorted(requirements.KNOWN)),
             **self._log_state()._asdict(),
         )
         body = msgspec.json.encode(heartbeat)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from daemon.core.deletions.ledger_deletions import DeletionCut
-from daemon.errors import Corruption
+from daemon.errors import Corruption, NewerData
 from daemon.group_commit.daemon_log import DaemonLog
 from daemon.group_commit.shard_slots import ShardSlots
 from daemon.runtime.environment import Environment
@@ -68,13 +68,15 @@ def read_newest(
 ) -> LoadedCheckpoint:
     """Read the checkpoint that `tip` names, or the one before if it is damaged or missing.
 
-    Then calls `damaged` with its key. Raises CheckpointDamaged if the one before is damaged too, and the store's
-    errors.
+    Then calls `damaged` with its key. Raises CheckpointDamaged if the one before is damaged too, NewerData if only a
+    newer release reads it, and the store's errors.
     """
     try:
         return checkpoints.read_newest(store, tip, damaged=damaged)
     except object_store.NotFound as error:
         raise CheckpointDamaged(error.key, "the object is missing") from error
+    except object_store.NewerObject as error:
+        raise NewerData(f"{error}") from error
     except object_store.Damaged as error:
         raise CheckpointDamaged(error.key, error.reason) from error
 

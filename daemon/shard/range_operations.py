@@ -14,6 +14,7 @@ from typing import Protocol
 from daemon.errors import Corruption, NotOwner
 from daemon.group_commit.daemon_log import OwnLogEnd
 from storage_backends import commit
+from storage_backends.formats import requirements
 from storage_backends.formats.log_slot_format import Head, LogSlotKind
 from storage_backends.formats.manifest import CheckpointCut, LogRange, ShardManifest, Tombstone
 from storage_backends.log_fence import Fence
@@ -175,6 +176,27 @@ class Settle:
 
     def landed(self, tip: ShardManifest) -> bool:
         return tip.settled_epoch == self.epoch
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequireOfShard:
+    """The addition of a requirement (`requirements`), before the first section or topic that needs it.
+
+    Every living daemon reports that it meets it. It stays for ever: there is no way back to a former release.
+    """
+
+    requirement: str
+    epoch: int
+
+    def precondition(self, tip: ShardManifest | None) -> str | None:
+        return _not_of_epoch(tip, self.epoch)
+
+    def apply(self, tip: ShardManifest | None) -> ShardManifest:
+        tip = _existing(tip)
+        return dataclasses.replace(tip, requires=requirements.joined(tip.requires, self.requirement))
+
+    def landed(self, tip: ShardManifest) -> bool:
+        return tip.epoch == self.epoch and self.requirement in tip.requires
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,7 +33,7 @@ from daemon.core.index import entitlement
 from daemon.core.index.bucket import GoneSet, QuarantinedBucket, SealedBucket
 from daemon.core.index.index import Index
 from daemon.core.index.position_keys import KeyedRows, PageTable, bitmap_of, contained, pages_of
-from daemon.errors import Corruption, InvariantViolated
+from daemon.errors import Corruption, InvariantViolated, NewerData
 from daemon.topic import bucket_reads, stored_topic
 from daemon.topic.stored_topic import PropertiesById
 from storage_backends import checkpoints, commit, object_store
@@ -202,7 +202,8 @@ class TopicReads:
     def objects(self, tip: manifest.TopicManifest, part: checkpoint_format.TopicPart | None) -> TopicObjects:
         """Return the objects that the manifest names.
 
-        Raises Corruption if progress or properties are damaged, and the store's errors.
+        Raises Corruption if progress or properties are damaged, NewerData if only a newer release reads a bucket, and
+        the store's errors.
         """
         self.begin(tip, part)
         buckets = {live.object.name: self._buckets[live.object.name].result() for live in tip.live}
@@ -220,6 +221,8 @@ class TopicReads:
 def _opened(store: object_store.ObjectStore, live: manifest.LiveBucket) -> OpenedBucket:
     try:
         return OpenedBucket(bucket_reads.open_bucket(store, live))
+    except NewerData:
+        raise
     except Corruption as error:
         return OpenedBucket(None, str(error))
 

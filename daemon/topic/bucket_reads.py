@@ -1,6 +1,7 @@
 """Reads bucket objects and loads the segments of a topic, with the daemon's errors.
 
-The functions are synchronous and run in an executor. Damage raises Corruption with the object's key and the offset;
+The functions are synchronous and run in an executor. Damage raises Corruption with the object's key and the offset, and
+what only a newer release reads raises NewerData, after which no bucket may be quarantined.
 `storage_backends.bucket_reading` determines the ranges and checks what was read.
 
 `SegmentLoader` reads each segment at most once at a time, tries again when the store fails, and distinguishes a bucket
@@ -18,7 +19,7 @@ from typing import Literal
 from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.segments import SegmentRange
-from daemon.errors import Corruption
+from daemon.errors import Corruption, NewerData
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
 from storage_backends import bucket_merging, bucket_reading, object_store
@@ -66,6 +67,8 @@ def read_source(store: object_store.ObjectStore, live: LiveBucket) -> merge.Sour
 def _as_corruption() -> Iterator[None]:
     try:
         yield
+    except object_store.NewerObject as error:
+        raise NewerData(f"bucket {error}") from error
     except object_store.Damaged as error:
         raise Corruption(f"bucket {error}") from error
     except object_store.NotFound as error:
@@ -139,6 +142,8 @@ class SegmentLoader:
     async def _read(self, segments: SegmentRange) -> None:
         try:
             rows = await self._read_until_there(segments)
+        except NewerData:
+            raise
         except Corruption as error:
             self._damaged(segments.bucket, str(error))
         else:

@@ -29,7 +29,7 @@ from daemon.core.index.bucket import SealedBucket
 from daemon.core.index.index import Index
 from daemon.core.index.merging import MergeCandidate, MergedBucket
 from daemon.core.index.position_keys import KeyedRows
-from daemon.errors import Corruption, InvariantViolated, OutcomeUnknown, Unavailable
+from daemon.errors import Corruption, InvariantViolated, NewerData, OutcomeUnknown, Unavailable
 from daemon.metrics import MergeOutcome
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
@@ -284,8 +284,9 @@ class BucketMerging:
     async def _merge(self, run: Sequence[str]) -> MergeOutcome:
         try:
             return await self._made(self._plan(run))
-        except (format_errors.FormatError, merge.NotConserved) as error:
-            # Each of them is undamaged, but together they contradict the manifest: no merge may hide that.
+        except (format_errors.FormatError, merge.NotConserved, NewerData) as error:
+            # Each of them is undamaged, but together they contradict the manifest: no merge may hide that. Or this
+            # release does not know all that a source holds.
             log.error("topic %s: cannot merge buckets: %s", self._topic.name, error)
             self._unmergeable.update(run)
         except (StoreError, Corruption) as error:
@@ -312,6 +313,8 @@ class BucketMerging:
                     return "refused"
                 self._damaged(live.object.name, str(error))
                 return "damaged"
+            except NewerData:
+                raise
             except Corruption as error:
                 self._damaged(live.object.name, str(error))
                 return "damaged"
@@ -386,8 +389,8 @@ class Adoption:
     async def adopt(self, manifest: TopicManifest) -> None:
         """Serve the merged buckets of the manifest, or of a newer one, in place of their sources.
 
-        No seal, drop or quarantine of the topic may be in flight. Raises commit.Refused if the epoch is over, and
-        Corruption if the manifest is damaged.
+        No seal, drop or quarantine of the topic may be in flight. Raises commit.Refused if the epoch is over,
+        Corruption if the manifest is damaged, and NewerData for a bucket that only a newer release reads.
         """
         damaged: dict[str, str] = {}
         while True:
@@ -396,6 +399,8 @@ class Adoption:
             if fresh:
                 try:
                     await self._take_over(fresh[0])
+                except NewerData:
+                    raise
                 except Corruption as error:
                     damaged[fresh[0].object.name] = str(error)
                 manifest = self._manifests.manifest
@@ -446,7 +451,7 @@ class Adoption:
     # ---- one bucket
 
     async def _take_over(self, live: LiveBucket) -> None:
-        """Take over a merged bucket. Raises Corruption if it is damaged or missing."""
+        """Take over a merged bucket. Raises Corruption if it is damaged or missing, NewerData for a newer form."""
         store = self._environment.store
         table, metadata = await self._read(lambda: bucket_reads.open_bucket(store, live))
         index = self._topic.core.indexes.get(live.subscription_id)

@@ -138,7 +138,8 @@ def restore_redeliveries(topic: TopicState, progress: manifest.Progress) -> None
             nacked, times = _nacked_of(topic, stored)
             dead_letters = DeadLetterRows.empty()
             if stored.dead_letters is not None:
-                dead_letters = DeadLetterRows(*redelivery_columns.decode_dead_letters(stored.dead_letters))
+                # Schedule ids, the last column, are refused before (`requirements`).
+                dead_letters = DeadLetterRows(*redelivery_columns.decode_dead_letters(stored.dead_letters)[:-1])
         except format_errors.FormatError as error:
             raise Corruption(f"progress of subscription {stored.subscription_id}: {error}") from error
         planes = _planes_of(topic, stored)

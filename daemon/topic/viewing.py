@@ -41,7 +41,7 @@ from daemon.core.index.scan import (
     part_of,
     round_width_ms,
 )
-from daemon.errors import Corruption, InvalidArgument, QuotaExceeded, Unavailable
+from daemon.errors import Corruption, InvalidArgument, NewerData, QuotaExceeded, Unavailable
 from daemon.runtime.environment import Environment
 from daemon.topic import bucket_reads
 from daemon.topic.served_topic import ServedTopic
@@ -278,6 +278,8 @@ class Viewing:
     async def _read(self, topic: ServedTopic, bucket: Bucket, work: Callable[[], T]) -> T:
         try:
             return await self._run(work)
+        except NewerData:
+            raise
         except Corruption as error:
             # Others may have merged it, and collection deleted it, before this owner has read the manifest.
             missing = isinstance(error, bucket_reads.BucketMissing)

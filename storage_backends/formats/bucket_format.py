@@ -24,14 +24,13 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from storage_backends.formats import format_errors, framing, index_ids, mirror, position_bitmap, segment
+from storage_backends.formats import format_errors, framing, index_ids, mirror, position_bitmap, requirements, segment
 from storage_backends.formats.generated import bucket_pb2
 from storage_backends.formats.manifest import LiveBucket, ObjectReference
 from storage_backends.formats.position_bitmap import PositionBitmap
-from storage_backends.formats.row_columns import U64, Rows, row_hash
+from storage_backends.formats.row_columns import U64, Rows, id_hash, row_hash
 from storage_backends.formats.segment import SegmentLimits
 
-FORMAT_VERSION = 1
 MAGIC = b"TyBK"
 FOOTER_MAGIC = b"TyBF"
 _HEAD = struct.Struct("<4sI")
@@ -152,7 +151,8 @@ class BucketMetadata:
 
     `positions` are those of all rows. `hash_low` and `hash_high` are those of `row_hash`. `subscription_id` 0 is the
     shared index. `kept` has one item for each source of a merged bucket, and for each source of a source, that has any
-    rows.
+    rows. `id_positions` are those of the rows that have a schedule id, `id_hash_low` and `id_hash_high` are those of
+    `id_hash`.
     """
 
     topic: str
@@ -162,11 +162,17 @@ class BucketMetadata:
     hash_high: int
     positions: tuple[PositionBitmap, ...]
     kept: tuple[KeptRows, ...]
+    id_positions: tuple[PositionBitmap, ...] = ()
+    id_hash_low: int = 0
+    id_hash_high: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodedBucket:
-    """A bucket ready to be written, with its values for the manifest. `compatible` says which form it has."""
+    """A bucket ready to be written, with its values for the manifest.
+
+    `compatible` says which form it has, `id_rows` how many rows have a schedule id.
+    """
 
     body: bytes
     sha256: bytes
@@ -179,6 +185,9 @@ class EncodedBucket:
     max_deliver_at_ms: int
     hash_low: int
     hash_high: int
+    id_rows: int
+    id_hash_low: int
+    id_hash_high: int
     compatible: bool
 
     @property
@@ -199,6 +208,9 @@ class EncodedBucket:
             max_deliver_at_ms=self.max_deliver_at_ms,
             hash_low=self.hash_low,
             hash_high=self.hash_high,
+            id_rows=self.id_rows,
+            id_hash_low=self.id_hash_low,
+            id_hash_high=self.id_hash_high,
             level=level,
             subscription_id=subscription_id,
             compatible_form=self.compatible,
@@ -220,20 +232,23 @@ def encode_bucket(
 
     `positions` are those of the rows, if known. `compatible` asks for PIP-195's rows and bitmaps. Its bitmaps cannot
     hold entry ids from 2^32 on: a reader would take such a position for absent. Nor does it know messages of batches:
-    it would take their entry ids for entries. A bucket with either is written in columns instead, in which that reader
-    sees no rows at all; `EncodedBucket.compatible` says which form it has. Raises ValueError for no rows, or rows in
-    another order.
+    it would take their entry ids for entries. Its rows have no schedule ids. A bucket with any of these is written in
+    columns instead, in which that reader sees no rows at all; `EncodedBucket.compatible` says which form it has. Raises
+    ValueError for no rows, or rows in another order.
     """
     if not len(rows):
         raise ValueError("a bucket has at least one row")
     if bool((rows.deliver_at_ms[1:] < rows.deliver_at_ms[:-1]).any()):
         raise ValueError("the rows of a bucket must be sorted by deliver_at_ms")
+    holds_ids = rows.has_ids
     compatible = (
         compatible
+        and not holds_ids
         and not index_ids.is_of_batch_parts(subscription_id)
         and int(rows.entry_id.max()) < _COMPATIBLE_ENTRY_ID_END
     )
-    parts = [rows.take(slice(start, end)) for start, end in segment.cut(rows.deliver_at_ms, limits)]
+    id_lengths = None if rows.schedule_ids is None else rows.schedule_ids.lengths
+    parts = [rows.take(slice(start, end)) for start, end in segment.cut(rows.deliver_at_ms, limits, id_lengths)]
     if positions is None:
         positions = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
     hash_low, hash_high = row_hash(rows)
@@ -242,13 +257,19 @@ def encode_bucket(
     )
     mirror.extend(metadata.positions, positions)
     mirror.extend(metadata.kept, kept)
+    if holds_ids and id_lengths is not None:
+        has_id = id_lengths != 0
+        id_positions = position_bitmap.position_bitmaps(rows.ledger_id[has_id], rows.entry_id[has_id])
+        mirror.extend(metadata.id_positions, id_positions)
+        metadata.id_hash_low, metadata.id_hash_high = id_hash(rows)
     _list_segments(metadata, parts, compatible)
     if compatible:
         payloads = [segment.encode_compatible(part) for part in parts]
     else:
         zstd = segment.compressor()
         payloads = [segment.encode_columnar(part, zstd) for part in parts]
-    body, table = _assemble([metadata.SerializeToString(deterministic=True), *payloads], [rows, *parts])
+    version = requirements.version_of(holds_ids=holds_ids)
+    body, table = _assemble([metadata.SerializeToString(deterministic=True), *payloads], [rows, *parts], version)
     return EncodedBucket(
         body=body,
         sha256=hashlib.sha256(body).digest(),
@@ -261,6 +282,9 @@ def encode_bucket(
         max_deliver_at_ms=table.metadata.max_deliver_at_ms,
         hash_low=hash_low,
         hash_high=hash_high,
+        id_rows=0 if id_lengths is None else int(np.count_nonzero(id_lengths)),
+        id_hash_low=metadata.id_hash_low,
+        id_hash_high=metadata.id_hash_high,
         compatible=compatible,
     )
 
@@ -277,8 +301,8 @@ def _list_segments(metadata: bucket_pb2.SnapshotMetadata, parts: Sequence[Rows],
                 listed.delayed_index_bit_map[bitmap.ledger_id] = bitmap.entries
 
 
-def _assemble(payloads: Sequence[bytes], rows: Sequence[Rows]) -> tuple[bytes, BucketTable]:
-    chunks = [_HEAD.pack(MAGIC, FORMAT_VERSION)]
+def _assemble(payloads: Sequence[bytes], rows: Sequence[Rows], version: int) -> tuple[bytes, BucketTable]:
+    chunks = [_HEAD.pack(MAGIC, version)]
     offset = _HEAD.size
     infos = []
     for number, (payload, part) in enumerate(zip(payloads, rows, strict=True)):
@@ -289,7 +313,7 @@ def _assemble(payloads: Sequence[bytes], rows: Sequence[Rows]) -> tuple[bytes, B
         chunks += (_ENTRY.pack(len(payload), crc32c), payload)
         offset += length
     table = np.array([_table_row(info) for info in infos], _TABLE_ROW).tobytes()
-    footer = _FOOTER.pack(offset, len(table), framing.crc32c(table), FORMAT_VERSION)
+    footer = _FOOTER.pack(offset, len(table), framing.crc32c(table), version)
     chunks += (table, footer, _FOOTER_END.pack(framing.crc32c(footer), FOOTER_MAGIC))
     return b"".join(chunks), BucketTable(infos[0], SegmentInfos.of(infos[1:]))
 
@@ -326,8 +350,7 @@ def decode_footer(data: bytes, size_bytes: int) -> TableRange:
         raise format_errors.FormatError(
             "bucket footer", start + length - len(FOOTER_MAGIC), f"magic is {magic!r}, not {FOOTER_MAGIC!r}"
         )
-    if version != FORMAT_VERSION:
-        raise format_errors.UnsupportedVersion("bucket footer", start + 20, found=version, supported=FORMAT_VERSION)
+    requirements.check_version(version, "bucket footer", start + 20)
     framing.check_crc32c(data[: _FOOTER.size], crc32c, "bucket footer", start)
     if table_offset + table_length != start or table_length % _TABLE_ROW.itemsize or not table_length:
         detail = f"the offset table cannot be {table_length} bytes from {table_offset}, the footer begins at {start}"
@@ -382,15 +405,17 @@ def decode_metadata(entry: bytes, info: SegmentInfo) -> BucketMetadata:
 
 
 def _check_positions(metadata: BucketMetadata, info: SegmentInfo) -> None:
-    """Raise FormatError if there are more positions than rows, or if a row origin has more."""
+    """Raise FormatError if there are more positions than rows, or if a row origin or the rows with ids have more."""
     what, offset = info.what, info.offset + _ENTRY.size
     try:
         positions = _count(metadata.positions)
         kept = max((_count(each.positions) for each in metadata.kept), default=0)
+        with_ids = _count(metadata.id_positions)
     except format_errors.FormatError as error:
         raise format_errors.FormatError(f"{what} {error.what}", offset, error.detail) from error
-    if max(positions, kept) > metadata.rows:
+    if max(positions, kept, with_ids) > metadata.rows:
         detail = f"it says {metadata.rows} rows, and has {positions} positions, {kept} of one row origin"
+        detail += f", {with_ids} with ids" if with_ids else ""
         raise format_errors.FormatError(what, offset, detail)
 
 
@@ -439,6 +464,12 @@ def check_head(metadata: BucketMetadata, table: BucketTable, live: LiveBucket) -
         what, offset = table.metadata.what, table.metadata.offset + _ENTRY.size
         detail = f"subscription, rows and hash are {found}, the manifest says {named}"
         raise format_errors.FormatError(what, offset, detail)
+    of_ids = (_count(metadata.id_positions), metadata.id_hash_low, metadata.id_hash_high)
+    named_ids = (live.id_rows, live.id_hash_low, live.id_hash_high)
+    if of_ids != named_ids:
+        what, offset = table.metadata.what, table.metadata.offset + _ENTRY.size
+        detail = f"rows with ids and their hash are {of_ids}, the manifest says {named_ids}"
+        raise format_errors.FormatError(what, offset, detail)
 
 
 def check_table(table: BucketTable, live: LiveBucket) -> None:
@@ -461,14 +492,15 @@ def decode_bucket(body: bytes) -> tuple[BucketMetadata, Rows]:
     magic, version = _HEAD.unpack_from(body)
     if magic != MAGIC:
         raise format_errors.FormatError("bucket", 0, f"magic is {magic!r}, not {MAGIC!r}")
-    if version != FORMAT_VERSION:
-        raise format_errors.UnsupportedVersion("bucket", 4, found=version, supported=FORMAT_VERSION)
+    requirements.check_version(version, "bucket", 4)
     table = decode_table(body[table_range.offset : start], table_range)
     metadata = decode_metadata(_slice(body, table.metadata), table.metadata)
     zstd = segment.decompressor()
     rows = Rows.concat([decode_segment(_slice(body, info), info, zstd) for info in table.segments])
     if row_hash(rows) != (metadata.hash_low, metadata.hash_high):
         raise format_errors.FormatError("bucket", 0, "the hash of its rows is not the one in its metadata")
+    if id_hash(rows) != (metadata.id_hash_low, metadata.id_hash_high):
+        raise format_errors.FormatError("bucket", 0, "the hash of its rows with ids is not the one in its metadata")
     if bool(np.any(rows.deliver_at_ms[1:] < rows.deliver_at_ms[:-1])):
         raise format_errors.FormatError("bucket", 0, "its rows are not in due order")
     return metadata, rows

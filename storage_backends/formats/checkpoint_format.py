@@ -18,16 +18,16 @@ from storage_backends.formats import (
     mirror,
     names,
     record_columns,
+    requirements,
     segment,
     slot_format,
 )
 from storage_backends.formats.deletion_format import DeletionState
 from storage_backends.formats.generated import checkpoint_pb2, journal_pb2
 from storage_backends.formats.log_slot_format import ShardSlot
-from storage_backends.formats.manifest import Progress
+from storage_backends.formats.manifest import Progress, progress_holds_ids
 from storage_backends.formats.row_columns import Rows
 
-FORMAT_VERSION = 1
 MAGIC = b"TyCP"
 _WHAT = "checkpoint"
 
@@ -133,6 +133,16 @@ def _check_own_rows(part: TopicPart) -> None:
         reached = own.subscription_id
 
 
+def _holds_ids(part: TopicPart) -> bool:
+    """Return whether a row, a dead letter or a record of the part has a schedule id."""
+    return (
+        any(each.has_ids for each in (part.mutable_rows, *(own.rows for own in part.own_rows)))
+        or any(sealing.rows.has_ids for sealing in part.sealing)
+        or any(record.holds_ids for carried in part.carried for record in carried.records)
+        or progress_holds_ids(part.progress)
+    )
+
+
 def encode_checkpoint(value: Checkpoint) -> bytes:
     zstd = segment.compressor()
     message = checkpoint_pb2.Checkpoint(shard=value.shard, epoch=value.epoch, slot=value.slot)
@@ -163,12 +173,13 @@ def encode_checkpoint(value: Checkpoint) -> bytes:
         partial = checkpoint_pb2.Checkpoint()
         deletion_format.fill_state(partial.deletions, portion)
         parts.append(partial.SerializePartialToString(deterministic=True))
-    return framing.frame(MAGIC, FORMAT_VERSION, b"".join(parts))
+    version = requirements.version_of(holds_ids=any(map(_holds_ids, value.topics)))
+    return framing.frame(MAGIC, version, b"".join(parts))
 
 
 def decode_checkpoint(data: bytes) -> Checkpoint:
     """Decode a checkpoint. Raises FormatError on damage and UnsupportedVersion on an unknown version."""
-    payload = framing.unframe(data, MAGIC, FORMAT_VERSION, _WHAT)
+    payload = framing.unframe(data, MAGIC, requirements.versions_read(), _WHAT)
     message = framing.parse(checkpoint_pb2.Checkpoint, payload, _WHAT, framing.HEADER_BYTES)
     with format_errors.reading(_WHAT, framing.HEADER_BYTES):
         topics = tuple(_topic_part(state) for state in message.topics)

@@ -13,6 +13,10 @@ around the columns.
 Width 0 has no body: every offset is 0. The number of rows is stored next to the column, not in it.
 
 A few bytes may thus stand for any number of rows. `Columns` checks the number before memory is taken for it.
+
+Schedule ids are a column of their lengths (0 for a row without one), and the bytes of all ids, one behind the other:
+
+    u8 form | body      form 0: the bytes; 1: one zstd frame of them
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import zstandard
 
 from storage_backends.formats import format_errors
 from storage_backends.formats.row_columns import U32, U64
+from storage_backends.formats.schedule_ids import PIECE_BYTES_MAX, ScheduleIds, wrong_with
 
 _HEADER = struct.Struct("<BQ")
 HEADER_BYTES = _HEADER.size
@@ -49,6 +54,10 @@ _ROWS_UNPROVEN_MAX = 8_192
 _ROWS_COMPARED = 1_024
 # The largest window of a frame that is read in parts: what zstd asks of every decoder (bytes)
 _WINDOW_BYTES_MAX = 8 << 20
+_ID_BYTES, _ID_FRAME = b"\0", b"\1"
+# A frame of ids has at most so much content (bytes), or so many times its own bytes if that is more.
+_ID_CONTENT_MAX = 64 << 20
+_ID_CONTENT_RATIO_MAX = 256
 
 
 def size_max(rows: int) -> int:
@@ -65,6 +74,25 @@ def encode_u64(values: U64, zstd: zstandard.ZstdCompressor | None = None) -> byt
 
 def encode_u32(values: U32, zstd: zstandard.ZstdCompressor | None = None) -> bytes:
     return encode_u64(values.astype(np.uint64), zstd)
+
+
+def encode_ids(ids: ScheduleIds, zstd: zstandard.ZstdCompressor | None = None) -> tuple[bytes, bytes]:
+    """Encode schedule ids; return the column of lengths, and the bytes."""
+    lengths, content = encode_u64(ids.lengths, zstd), ids.gathered()
+    if zstd is not None and len(content) >= _ZSTD_BYTES_MIN:
+        packed = zstd.compress(content)
+        if len(packed) < len(content) <= _id_content_max(packed):
+            return lengths, _ID_FRAME + packed
+    return lengths, _ID_BYTES + content
+
+
+def ids_size_max(ids: ScheduleIds) -> int:
+    """Return the largest size of plain schedule ids (bytes)."""
+    return size_max(len(ids)) + len(_ID_BYTES) + int(ids.lengths.sum())
+
+
+def _id_content_max(frame: bytes) -> int:
+    return min(max(_ID_CONTENT_MAX, _ID_CONTENT_RATIO_MAX * len(frame)), PIECE_BYTES_MAX)
 
 
 def _plain(values: U64) -> bytes:
@@ -189,6 +217,26 @@ class Columns:
 
     def u32(self, name: str, data: bytes) -> U32:
         return decode_u32(data, self._rows, what=f"{self._what} {name}", offset=self._offset, zstd=self._zstd)
+
+    def schedule_ids(self, lengths: bytes, ids: bytes) -> ScheduleIds:
+        """Decode schedule ids, whose bytes are no more than the input or what its frame may have."""
+        found = self.u32("schedule_ids lengths", lengths).astype(np.uint64)
+        what, content = f"{self._what} schedule_ids", ids[len(_ID_BYTES) :]
+        match ids[: len(_ID_BYTES)]:
+            case b"\0":
+                pass
+            case b"\1":
+                size_bytes = int(found.sum())
+                if size_bytes > _id_content_max(content):
+                    detail = f"a frame of {len(content)} bytes cannot have {size_bytes} bytes of ids"
+                    raise format_errors.FormatError(what, self._offset, detail)
+                zstd = self._zstd or zstandard.ZstdDecompressor()
+                content = _decompress(content, size_bytes, zstd, what, self._offset)
+            case form:
+                raise format_errors.FormatError(what, self._offset, f"form {form.hex()!r} of ids is not known")
+        if wrong := wrong_with(found, content):
+            raise format_errors.FormatError(what, self._offset, wrong)
+        return ScheduleIds.of_piece(found, content)
 
     def _check_rows(self, distinct: Sequence[bytes], size_bytes: int, rows_max: int) -> None:
         rows = self._rows

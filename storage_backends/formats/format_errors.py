@@ -1,4 +1,4 @@
-"""Defines the errors of decoders: damaged bytes, and an unknown version.
+"""Defines the errors of decoders: damaged bytes, and content that only a newer release reads.
 
 The layers above decide what follows (quarantine, refusal).
 """
@@ -6,7 +6,7 @@ The layers above decide what follows (quarantine, refusal).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 class FormatError(Exception):
@@ -17,22 +17,49 @@ class FormatError(Exception):
     """
 
     def __init__(self, what: str, offset: int, detail: str) -> None:
-        super().__init__(f"{what} is damaged at byte {offset}: {detail}")
+        super().__init__(self._text(what, offset, detail))
         self.what = what
         self.offset = offset
         self.detail = detail
 
+    @staticmethod
+    def _text(what: str, offset: int, detail: str) -> str:
+        return f"{what} is damaged at byte {offset}: {detail}"
 
-class UnsupportedVersion(FormatError):
+
+class NewerFormat(FormatError):
+    """The error of content that may be whole, but that only a newer release reads.
+
+    A caller refuses it, and does nothing that it would do about damage.
+    """
+
+    @staticmethod
+    def _text(what: str, offset: int, detail: str) -> str:
+        return f"{what} cannot be read by this release: {detail}; use a release that knows it"
+
+
+class UnsupportedVersion(NewerFormat):
     """The error of a format version that this release does not read.
 
     `found` and `supported` are format versions.
     """
 
-    def __init__(self, what: str, offset: int, *, found: int, supported: int) -> None:
-        super().__init__(what, offset, f"format version {found} is not known, this release reads version {supported}")
+    def __init__(self, what: str, offset: int, *, found: int, supported: Sequence[int]) -> None:
+        known = " and ".join(map(str, supported))
+        plural = "s" if len(supported) > 1 else ""
+        super().__init__(
+            what, offset, f"format version {found} is not known, this release reads version{plural} {known}"
+        )
         self.found = found
-        self.supported = supported
+        self.supported = tuple(supported)
+
+
+class UnknownRequirement(NewerFormat):
+    """The error of a manifest that requires what this release does not know; `unknown` are the names."""
+
+    def __init__(self, what: str, offset: int, unknown: Sequence[str]) -> None:
+        super().__init__(what, offset, f"it requires {', '.join(unknown)}, which is not known")
+        self.unknown = tuple(unknown)
 
 
 @contextlib.contextmanager

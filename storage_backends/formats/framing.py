@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import google_crc32c
@@ -46,15 +46,18 @@ def frame(magic: bytes, version: int, payload: bytes) -> bytes:
     return b"".join((header, payload, _TRAILER.pack(crc32c(header, payload))))
 
 
-def unframe(data: bytes, magic: bytes, version: int, what: str) -> bytes:
-    """Return the payload. Raises FormatError, or UnsupportedVersion if only another release can read it."""
+def unframe(data: bytes, magic: bytes, versions: Sequence[int], what: str) -> bytes:
+    """Return the payload of an object of one of these versions.
+
+    Raises FormatError, or UnsupportedVersion if only another release can read it.
+    """
     if len(data) < _HEADER.size + _TRAILER.size:
         raise format_errors.FormatError(what, len(data), f"it ends after {len(data)} bytes, inside header or trailer")
     found_magic, found_version, payload_bytes = _HEADER.unpack_from(data)
     if found_magic != magic:
         raise format_errors.FormatError(what, 0, f"magic is {found_magic!r}, not {magic!r}")
-    if found_version != version:
-        raise format_errors.UnsupportedVersion(what, 4, found=found_version, supported=version)
+    if found_version not in versions:
+        raise format_errors.UnsupportedVersion(what, 4, found=found_version, supported=versions)
     end = _HEADER.size + payload_bytes
     if end + _TRAILER.size != len(data):
         detail = f"the payload length {payload_bytes} makes {end + _TRAILER.size} bytes, there are {len(data)}"

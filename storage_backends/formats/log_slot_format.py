@@ -272,7 +272,7 @@ def decode_log_slot(data: bytes) -> LogSlot:
     if magic != MAGIC:
         raise format_errors.FormatError(_WHAT, 0, f"magic is {magic!r}, not {MAGIC!r}")
     if version != FORMAT_VERSION:
-        raise format_errors.UnsupportedVersion(_WHAT, 4, found=version, supported=FORMAT_VERSION)
+        raise format_errors.UnsupportedVersion(_WHAT, 4, found=version, supported=(FORMAT_VERSION,))
     entries_at = HEADER_BYTES + writer_bytes
     end = entries_at + _ENTRY.size * entries
     if end > len(data):

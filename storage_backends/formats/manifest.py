@@ -13,18 +13,19 @@ import enum
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf import message as protobuf
 
-from storage_backends.formats import format_errors, framing, log_slot_format, mirror, names
+from storage_backends.formats import format_errors, framing, log_slot_format, mirror, names, requirements
 from storage_backends.formats.generated import manifest_pb2
 from storage_backends.formats.log_slot_format import Head, ShardSlot
 from storage_backends.formats.position_bitmap import PositionBitmap
 
 FORMAT_VERSION = 2
-# The frame version of each of these objects but FORMAT, which has the version of the root
-_FRAME_VERSION = 1
+# The frame version of FORMAT is that of the root. Of the others only manifests and progress have a second one.
+_ONE = (1,)
+_MANIFESTS = (1, 2)
 LINEAGE_MAX = 256
 # Limits of stored policies; a daemon accepts less
 POINTS_PER_CONSUMER_MAX = 1 << 16
@@ -144,7 +145,8 @@ class ShardManifest:
 
     Replay begins at `checkpoint`, at `previous_checkpoint` if that is damaged, or at section number 0 without one.
     `owner` is empty if the shard was released or given back. Owners of epochs below `settled_epoch` deliver nothing any
-    longer. Raises ValueError for an open range that is not the last.
+    longer. `requires` is what a reader must know (`requirements`); it only grows. Raises ValueError for an open range
+    that is not the last.
     """
 
     head: ManifestHead
@@ -157,8 +159,10 @@ class ShardManifest:
     checkpoint: CheckpointCut | None = None
     previous_checkpoint: CheckpointCut | None = None
     tombstones: tuple[Tombstone, ...] = ()
+    requires: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        _check_requires(self.requires)
         for each in self.ranges[:-1]:
             if each.through is None:
                 raise ValueError(f"the range of epoch {each.epoch} is open, and not the last")
@@ -196,6 +200,11 @@ class ShardManifest:
         return [0, *ranges, *(cut.at for cut in cuts if cut is not None and cut.log_id == log_id)]
 
 
+def _check_requires(required: tuple[str, ...]) -> None:
+    if list(required) != sorted(set(required)):
+        raise ValueError(f"it requires {', '.join(required)}: they are not in the order of their names")
+
+
 def slot_of(checkpoint: CheckpointCut | None) -> int:
     """Return the section number of a checkpoint, or 0 without one."""
     return 0 if checkpoint is None else checkpoint.slot
@@ -206,7 +215,8 @@ class LiveBucket:
     """A bucket that holds rows of the index `subscription_id` (`index_ids`).
 
     `hash_low` and `hash_high` are those of `row_hash`. `level` 0 was sealed from a mutable bucket. A quarantined bucket
-    is not read and not deleted; `damage` says why it was quarantined.
+    is not read and not deleted; `damage` says why it was quarantined. `id_rows` rows have a schedule id, `id_hash_low`
+    and `id_hash_high` are those of `id_hash`.
     """
 
     object: ObjectReference
@@ -224,6 +234,9 @@ class LiveBucket:
     segments: int = 0
     damage: str = ""
     quarantined_slot: ShardSlot = log_slot_format.BEFORE_THE_FIRST
+    id_rows: int = 0
+    id_hash_low: int = 0
+    id_hash_high: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,6 +428,14 @@ class BucketProgress:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StoredIds:
+    """The column of schedule ids: the column of their lengths, and their bytes (`column_format`)."""
+
+    lengths: bytes
+    ids: bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NackedRows:
     """Positions of the index `index_id` that wait for redelivery; columns of `rows` rows (`redelivery_columns`)."""
 
@@ -425,6 +446,7 @@ class NackedRows:
     entry_id: bytes
     key_hash: bytes | None = None
     redeliver_at_ms: bytes
+    schedule_ids: StoredIds | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -459,6 +481,7 @@ class DeadLetters:
     reason: bytes
     text_index: bytes
     texts: tuple[str, ...] = ()
+    schedule_ids: StoredIds | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -497,13 +520,23 @@ class Progress:
     levels: tuple[LevelRows, ...] = ()
 
 
+def progress_holds_ids(progress: Progress | None) -> bool:
+    """Return whether a nacked row or a dead letter has a schedule id."""
+    return progress is not None and any(
+        any(nacked.schedule_ids is not None for nacked in each.nacked)
+        or (each.dead_letters is not None and each.dead_letters.schedule_ids is not None)
+        for each in progress.redeliveries
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TopicManifest:
     """The state of a topic as of slot `applied`: its live buckets and, inline or as an object, its progress.
 
     `deleted` means that the topic does not exist; the manifest stays, so that neither an incarnation nor a
     subscription's id is used again. `delay_levels` None means the daemon's. `properties_object` None means that no
-    subscription has any.
+    subscription has any. `requires` is what a reader must know (`requirements`); it only grows. Raises ValueError for
+    schedule ids that it does not require.
     """
 
     head: ManifestHead
@@ -522,6 +555,14 @@ class TopicManifest:
     policy: TopicPolicy = TopicPolicy()
     delay_levels: TopicDelayLevels | None = None
     properties_object: ObjectReference | None = None
+    requires: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_requires(self.requires)
+        if requirements.SCHEDULE_IDS in self.requires:
+            return
+        if progress_holds_ids(self.progress) or any(each.id_rows for each in self.live):
+            raise ValueError(f"it has rows with schedule ids, and does not require {requirements.SCHEDULE_IDS}")
 
     @property
     def beside_buckets(self) -> tuple[ObjectReference, ...]:
@@ -556,6 +597,8 @@ class ProbePass:
     passed_ms: int
 
 
+_M = TypeVar("_M", bound=protobuf.Message)
+_Manifest = TypeVar("_Manifest", ShardManifest, TopicManifest)
 _Part = TypeVar("_Part", LiveBucket, Tombstone)
 _Mirror = TypeVar("_Mirror", RootFormat, ShardManifest, TopicManifest, Progress, Properties, DeadObject, ProbePass)
 
@@ -566,23 +609,40 @@ def encode_root_format(value: RootFormat) -> bytes:
 
 def decode_root_format(data: bytes) -> RootFormat:
     """Decode FORMAT. Raises UnsupportedVersion for a root of another version, whatever else it says."""
-    return _decode(RootFormat, ROOT_MAGIC, manifest_pb2.RootFormat, "FORMAT", data, FORMAT_VERSION)
+    return _decode(RootFormat, ROOT_MAGIC, manifest_pb2.RootFormat, "FORMAT", data, (FORMAT_VERSION,))
 
 
 def encode_shard_manifest(value: ShardManifest) -> bytes:
-    return _encode(SHARD_MAGIC, manifest_pb2.ShardManifest(), value)
+    return _encode(SHARD_MAGIC, manifest_pb2.ShardManifest(), value, _version_of(value.requires))
 
 
 def decode_shard_manifest(data: bytes) -> ShardManifest:
-    return _decode(ShardManifest, SHARD_MAGIC, manifest_pb2.ShardManifest, "shard manifest", data)
+    """Decode a shard manifest. Raises UnknownRequirement if it requires what this release does not know."""
+    what = "shard manifest"
+    message = _parse(SHARD_MAGIC, manifest_pb2.ShardManifest, what, data, _MANIFESTS)
+    return _made_if_known(ShardManifest, message, what)
 
 
 def encode_topic_manifest(value: TopicManifest) -> bytes:
-    return _encode(TOPIC_MAGIC, manifest_pb2.TopicManifest(), value)
+    return _encode(TOPIC_MAGIC, manifest_pb2.TopicManifest(), value, _version_of(value.requires))
 
 
 def decode_topic_manifest(data: bytes) -> TopicManifest:
-    return _decode(TopicManifest, TOPIC_MAGIC, manifest_pb2.TopicManifest, "topic manifest", data)
+    """Decode a topic manifest. Raises UnknownRequirement if it requires what this release does not know."""
+    what = "topic manifest"
+    message = _parse(TOPIC_MAGIC, manifest_pb2.TopicManifest, what, data, _MANIFESTS)
+    return _made_if_known(TopicManifest, message, what)
+
+
+def _version_of(requires: Sequence[str]) -> int:
+    return _MANIFESTS[1] if requires else _MANIFESTS[0]
+
+
+def _made_if_known(cls: type[_Manifest], message: Any, what: str) -> _Manifest:
+    """Make a manifest, unless it requires what this release does not know."""
+    requirements.check(message.requires, what, framing.HEADER_BYTES)
+    with format_errors.reading(what, framing.HEADER_BYTES):
+        return mirror.made_from(cls, message)
 
 
 class TopicManifestDecoder:
@@ -597,15 +657,15 @@ class TopicManifestDecoder:
 
     def decode(self, data: bytes) -> TopicManifest:
         what = "topic manifest"
-        payload = framing.unframe(data, TOPIC_MAGIC, _FRAME_VERSION, what)
-        message = framing.parse(manifest_pb2.TopicManifest, payload, what, framing.HEADER_BYTES)
+        message = _parse(TOPIC_MAGIC, manifest_pb2.TopicManifest, what, data, _MANIFESTS)
+        requirements.check(message.requires, what, framing.HEADER_BYTES)
         with format_errors.reading(what, framing.HEADER_BYTES):
             live = tuple(_made_once(LiveBucket, self._live, part) for part in message.live)
             tombstones = tuple(_made_once(Tombstone, self._tombstones, part) for part in message.tombstones)
             message.ClearField("live")
             message.ClearField("tombstones")
             made = mirror.made_from(TopicManifest, message)
-        return dataclasses.replace(made, live=live, tombstones=tombstones)
+            return dataclasses.replace(made, live=live, tombstones=tombstones)
 
 
 def _made_once(cls: type[_Part], known: dict[bytes, _Part], message: protobuf.Message) -> _Part:
@@ -618,11 +678,12 @@ def _made_once(cls: type[_Part], known: dict[bytes, _Part], message: protobuf.Me
 
 def encode_progress(value: Progress) -> bytes:
     """Encode the progress object of a topic whose progress is too large to be inline."""
-    return _encode(PROGRESS_MAGIC, manifest_pb2.Progress(), value)
+    version = requirements.version_of(holds_ids=progress_holds_ids(value))
+    return _encode(PROGRESS_MAGIC, manifest_pb2.Progress(), value, version)
 
 
 def decode_progress(data: bytes) -> Progress:
-    return _decode(Progress, PROGRESS_MAGIC, manifest_pb2.Progress, "progress", data)
+    return _decode(Progress, PROGRESS_MAGIC, manifest_pb2.Progress, "progress", data, requirements.versions_read())
 
 
 def encode_properties(value: Properties) -> bytes:
@@ -734,7 +795,7 @@ def check_bytes(reference: ObjectReference, body: bytes, what: str) -> None:
         raise format_errors.FormatError(what, 0, detail)
 
 
-def _encode(magic: bytes, message: protobuf.Message, value: object, version: int = _FRAME_VERSION) -> bytes:
+def _encode(magic: bytes, message: protobuf.Message, value: object, version: int = _ONE[0]) -> bytes:
     mirror.fill(message, value)
     return framing.frame(magic, version, message.SerializeToString(deterministic=True))
 
@@ -745,9 +806,13 @@ def _decode(
     message_class: type[protobuf.Message],
     what: str,
     data: bytes,
-    version: int = _FRAME_VERSION,
+    versions: Sequence[int] = _ONE,
 ) -> _Mirror:
-    payload = framing.unframe(data, magic, version, what)
-    message = framing.parse(message_class, payload, what, framing.HEADER_BYTES)
+    message = _parse(magic, message_class, what, data, versions)
     with format_errors.reading(what, framing.HEADER_BYTES):
         return mirror.made_from(cls, message)
+
+
+def _parse(magic: bytes, message_class: type[_M], what: str, data: bytes, versions: Sequence[int]) -> _M:
+    payload = framing.unframe(data, magic, versions, what)
+    return framing.parse(message_class, payload, what, framing.HEADER_BYTES)

@@ -19,7 +19,7 @@ from storage_backends.formats import bucket_format, format_errors
 from storage_backends.formats.bucket_format import BucketMetadata, EncodedBucket, KeptRows
 from storage_backends.formats.manifest import BucketProgress, LiveBucket, Progress
 from storage_backends.formats.position_bitmap import NO_POSITIONS, PositionSet
-from storage_backends.formats.row_columns import Rows, row_hash
+from storage_backends.formats.row_columns import Rows, id_hash, row_hash
 from storage_backends.formats.segment import SegmentLimits
 
 _U64_MASK = (1 << 64) - 1
@@ -97,13 +97,15 @@ class Merged:
     """The result of a merge.
 
     `encoded` is None if no row is left. `dropped` holds by source the positions that were gone and not copied,
-    `dropped_hash` the hash of their rows. `level` and `rows`, in due order, are those of the merged bucket.
+    `dropped_hash` the hash of their rows, `dropped_id_hash` that of those with schedule ids. `level` and `rows`, in due
+    order, are those of the merged bucket.
     """
 
     encoded: EncodedBucket | None
     kept: tuple[KeptRows, ...]
     dropped: Mapping[str, PositionSet]
     dropped_hash: tuple[int, int]
+    dropped_id_hash: tuple[int, int]
     level: int
     rows: Rows
 
@@ -139,6 +141,7 @@ def merged(
     kept_positions = _disjoint_union(parts)
     rows = Rows.merged_by_due([part.rows for part in parts])
     dropped_hash = _hash_sum(row_hash(part.dropped_rows) for part in parts)
+    dropped_id_hash = _hash_sum(id_hash(part.dropped_rows) for part in parts)
     kept = _kept(parts)
     encoded = None
     if len(rows):
@@ -151,24 +154,37 @@ def merged(
             kept=kept,
             positions=kept_positions.bitmaps(),
         )
-    written = (0, 0) if encoded is None else (encoded.hash_low, encoded.hash_high)
-    check_conserved([part.source.live for part in parts], written, dropped_hash)
+    check_conserved([part.source.live for part in parts], encoded, dropped_hash, dropped_id_hash)
     return Merged(
         encoded,
         kept,
         {part.source.name: part.dropped for part in parts},
         dropped_hash,
+        dropped_id_hash,
         1 + max(part.source.live.level for part in parts),
         rows,
     )
 
 
-def check_conserved(sources: Iterable[LiveBucket], written: tuple[int, int], dropped: tuple[int, int]) -> None:
-    """Raise NotConserved unless the hash of the sources' rows is that of the rows written and dropped together."""
-    before = _hash_sum((source.hash_low, source.hash_high) for source in sources)
-    after = _hash_sum((written, dropped))
+def check_conserved(
+    sources: Sequence[LiveBucket],
+    written: EncodedBucket | LiveBucket | None,
+    dropped: tuple[int, int],
+    dropped_ids: tuple[int, int],
+) -> None:
+    """Raise NotConserved unless the sources' rows are those written and dropped together, and so are their ids.
+
+    `dropped` and `dropped_ids` are the hashes of the rows that were dropped, and of those with ids.
+    """
+    made = () if written is None else (written,)
+    before = _hash_sum((each.hash_low, each.hash_high) for each in sources)
+    after = _hash_sum((dropped, *((each.hash_low, each.hash_high) for each in made)))
     if before != after:
         raise NotConserved(f"the rows of the sources have hash {before}, those kept and dropped {after}")
+    before = _hash_sum((each.id_hash_low, each.id_hash_high) for each in sources)
+    after = _hash_sum((dropped_ids, *((each.id_hash_low, each.id_hash_high) for each in made)))
+    if before != after:
+        raise NotConserved(f"the schedule ids of the sources have hash {before}, those kept and dropped {after}")
 
 
 def _hash_sum(hashes: Iterable[tuple[int, int]]) -> tuple[int, int]:

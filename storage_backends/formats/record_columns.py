@@ -51,9 +51,16 @@ class _OfRows:
         """The number of rows that the record names."""
         return len(self.rows)
 
+    @property
+    def holds_ids(self) -> bool:
+        """True if a row has a schedule id."""
+        ids = self.rows.schedule_ids
+        return ids is not None and bool(ids)
+
 
 class _OfPositions:
     __slots__ = ()
+    holds_ids = False
     positions: tuple[PositionBitmap, ...]
 
     def __post_init__(self) -> None:
@@ -92,7 +99,7 @@ class RescheduleRecord(_OfRows):
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class AcknowledgeRecord(_OfRows):
-    """Rows of an index that a subscription acknowledged; they carry no key hash."""
+    """Rows of an index that a subscription acknowledged; neither key hashes nor schedule ids of theirs are stored."""
 
     topic_id: str
     incarnation: int
@@ -102,6 +109,10 @@ class AcknowledgeRecord(_OfRows):
 
     def __post_init__(self) -> None:
         _check_index(self)
+
+    @property
+    def holds_ids(self) -> bool:
+        return False
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -148,6 +159,8 @@ class NackRecord(_OfRows):
     def __post_init__(self) -> None:
         _check_index(self)
         _check_columns(self)
+        if self.rows.schedule_ids is not None and not self.added:
+            raise ValueError("rows that are not new have their schedule ids already")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -218,6 +231,10 @@ class PurgeRecord:
         """The number of dead letters that the record names."""
         return len(self.dead_letter_id)
 
+    @property
+    def holds_ids(self) -> bool:
+        return False
+
 
 Record: TypeAlias = (
     AddRecord
@@ -265,6 +282,8 @@ _RowsMessage: TypeAlias = (
     | journal_pb2.DeadLetter
     | journal_pb2.Replay
 )
+
+_KINDS_WITH_IDS = ("add", "reschedule", "negative_acknowledge", "dead_letter", "replay")
 
 _GONE_REASONS = {
     GoneReason.UNSPECIFIED: journal_pb2.Gone.UNSPECIFIED,
@@ -367,9 +386,17 @@ def fill_rows(message: _RowsMessage, rows: Rows, zstd: zstandard.ZstdCompressor 
     message.entry_id = column_format.encode_u64(rows.entry_id, zstd)
     if rows.key_hash is not None:
         message.key_hash = column_format.encode_u32(rows.key_hash, zstd)
+    if rows.schedule_ids is not None and rows.has_ids:
+        message.schedule_ids.lengths, message.schedule_ids.ids = column_format.encode_ids(rows.schedule_ids, zstd)
 
 
 # ---- reading
+
+
+def message_holds_ids(message: journal_pb2.Record) -> bool:
+    """Return whether a row of a record that was not decoded has a schedule id."""
+    kind = message.WhichOneof("decision")
+    return kind in _KINDS_WITH_IDS and getattr(message, kind).HasField("schedule_ids")
 
 
 def record_of(message: journal_pb2.Record, what: str, offset: int) -> Record:
@@ -489,6 +516,9 @@ def _rows_in(columns: column_format.Columns, message: _RowsMessage) -> Rows:
         columns.u64("ledger_id", message.ledger_id),
         columns.u64("entry_id", message.entry_id),
         columns.u32("key_hash", message.key_hash) if message.HasField("key_hash") else None,
+        columns.schedule_ids(message.schedule_ids.lengths, message.schedule_ids.ids)
+        if message.HasField("schedule_ids")
+        else None,
     )
 
 

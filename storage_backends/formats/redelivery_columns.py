@@ -15,6 +15,7 @@ import zstandard
 from storage_backends.formats import column_format, format_errors, manifest
 from storage_backends.formats.record_columns import DeadLetterReason
 from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.schedule_ids import ScheduleIds
 
 U8 = npt.NDArray[np.uint8]
 
@@ -26,7 +27,10 @@ _DEAD_LETTERS: Final = "dead letters"
 
 
 class DeadLetterColumns(NamedTuple):
-    """n dead letters by ascending id. `text_index` is an index of `texts` for each."""
+    """n dead letters by ascending id. `text_index` is an index of `texts` for each.
+
+    `schedule_ids` are those of n rows, or None if none has one.
+    """
 
     dead_letter_id: U64
     ledger_id: U64
@@ -39,6 +43,18 @@ class DeadLetterColumns(NamedTuple):
     reason: U8
     text_index: U32
     texts: tuple[str, ...]
+    schedule_ids: ScheduleIds | None = None
+
+
+def _stored_ids(ids: ScheduleIds | None, zstd: zstandard.ZstdCompressor) -> manifest.StoredIds | None:
+    if not ids:
+        return None
+    lengths, content = column_format.encode_ids(ids, zstd)
+    return manifest.StoredIds(lengths=lengths, ids=content)
+
+
+def _ids(columns: column_format.Columns, stored: manifest.StoredIds | None) -> ScheduleIds | None:
+    return None if stored is None else columns.schedule_ids(stored.lengths, stored.ids)
 
 
 def encode_nacked(
@@ -53,6 +69,7 @@ def encode_nacked(
         entry_id=column_format.encode_u64(rows.entry_id, zstd),
         key_hash=None if rows.key_hash is None else column_format.encode_u32(rows.key_hash, zstd),
         redeliver_at_ms=column_format.encode_u64(redeliver_at_ms, zstd),
+        schedule_ids=_stored_ids(rows.schedule_ids, zstd),
     )
 
 
@@ -65,6 +82,7 @@ def decode_nacked(stored: manifest.NackedRows) -> tuple[Rows, U64]:
         columns.u64("ledger_id", stored.ledger_id),
         columns.u64("entry_id", stored.entry_id),
         None if stored.key_hash is None else columns.u32("key_hash", stored.key_hash),
+        _ids(columns, stored.schedule_ids),
     )
     return rows, columns.u64("redeliver_at_ms", stored.redeliver_at_ms)
 
@@ -83,6 +101,7 @@ def encode_dead_letters(letters: DeadLetterColumns, zstd: zstandard.ZstdCompress
         reason=column_format.encode_u32(letters.reason.astype(np.uint32), zstd),
         text_index=column_format.encode_u32(letters.text_index, zstd),
         texts=letters.texts,
+        schedule_ids=_stored_ids(letters.schedule_ids, zstd),
     )
 
 
@@ -102,6 +121,7 @@ def decode_dead_letters(stored: manifest.DeadLetters) -> DeadLetterColumns:
         _reasons(columns.u32("reason", stored.reason)),
         columns.u32("text_index", stored.text_index),
         stored.texts,
+        _ids(columns, stored.schedule_ids),
     )
     _check(letters)
     return letters

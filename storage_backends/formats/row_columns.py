@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from storage_backends.formats import schedule_ids
+from storage_backends.formats.schedule_ids import ScheduleIds
+
 U64 = npt.NDArray[np.uint64]
 U32 = npt.NDArray[np.uint32]
-Index = npt.NDArray[np.integer[Any]] | npt.NDArray[np.bool_] | slice
+Index = schedule_ids.Index
 
 _U64 = np.dtype(np.uint64)
 
@@ -31,19 +33,22 @@ _U64_MASK = (1 << 64) - 1
 class Rows:
     """n rows: `deliver_at_ms`, `ledger_id`, `entry_id` u64[n]; `key_hash` u32[n], or None if no row has one.
 
-    The columns are not copied and must not be changed afterwards.
+    `schedule_ids` are those of n rows, or None if no row has one. The columns are not copied and must not be changed
+    afterwards.
     """
 
     deliver_at_ms: U64
     ledger_id: U64
     entry_id: U64
     key_hash: U32 | None = None
+    schedule_ids: ScheduleIds | None = None
 
     def __post_init__(self) -> None:
         times, ledgers, entries = self.deliver_at_ms, self.ledger_id, self.entry_id
         if (
             times.dtype is ledgers.dtype is entries.dtype is _U64
             and self.key_hash is None
+            and self.schedule_ids is None
             and len(times.shape) == 1
             and times.shape == ledgers.shape == entries.shape
         ):
@@ -62,6 +67,13 @@ class Rows:
                 raise ValueError(f"a column of rows is {column.dtype}, it must be uint64")
         if self.key_hash is not None and (self.key_hash.shape != shape or self.key_hash.dtype != np.uint32):
             raise ValueError(f"key_hash is {self.key_hash.dtype}{self.key_hash.shape}, it must be uint32{shape}")
+        if self.schedule_ids is not None and len(self.schedule_ids) != len(self):
+            raise ValueError(f"there are {len(self.schedule_ids)} schedule ids for {len(self)} rows")
+
+    @property
+    def has_ids(self) -> bool:
+        """True if a row has a schedule id."""
+        return self.schedule_ids is not None and bool(self.schedule_ids)
 
     def __len__(self) -> int:
         return len(self.deliver_at_ms)
@@ -73,6 +85,7 @@ class Rows:
             self.ledger_id[index],
             self.entry_id[index],
             None if self.key_hash is None else self.key_hash[index],
+            None if self.schedule_ids is None else self.schedule_ids.take(index),
         )
 
     @staticmethod
@@ -81,7 +94,7 @@ class Rows:
 
     @staticmethod
     def concat(parts: Sequence[Rows]) -> Rows:
-        """Concatenate the parts. If any part has key hashes, the others count as having 0."""
+        """Concatenate the parts. If any part has key hashes, the others count as having 0; likewise schedule ids."""
         parts = [part for part in parts if len(part)]
         if not parts:
             return Rows.empty()
@@ -92,11 +105,17 @@ class Rows:
             key_hash = np.concatenate(
                 [np.zeros(len(part), np.uint32) if part.key_hash is None else part.key_hash for part in parts]
             )
+        schedule_ids = None
+        for part in parts:
+            if part.schedule_ids is not None:
+                schedule_ids = ScheduleIds.concat([each.schedule_ids for each in parts], list(map(len, parts)))
+                break
         return Rows(
             np.concatenate([part.deliver_at_ms for part in parts]),
             np.concatenate([part.ledger_id for part in parts]),
             np.concatenate([part.entry_id for part in parts]),
             key_hash,
+            schedule_ids,
         )
 
     @staticmethod
@@ -104,7 +123,7 @@ class Rows:
         """Merge the parts, each in the order (deliver_at, ledger, entry), into this order."""
         parts = [part for part in parts if len(part)]
         merged = None
-        if len(parts) > 1 and all(part.key_hash is None for part in parts):
+        if len(parts) > 1 and all(part.key_hash is None and part.schedule_ids is None for part in parts):
             merged = _packed_merge(parts)
         return Rows.concat(parts).sorted_by_due() if merged is None else merged
 
@@ -218,12 +237,46 @@ def row_hash(rows: Rows) -> tuple[int, int]:
     low = high = 0
     for start in range(0, len(rows), HASH_ROWS):
         part = rows.take(slice(start, start + HASH_ROWS))
-        low += _mix_sum(part, _HASH_SEEDS[0], _HASH_MULTIPLIERS[0])
-        high += _mix_sum(part, _HASH_SEEDS[1], _HASH_MULTIPLIERS[1])
+        low += int(_mixed(part, _HASH_SEEDS[0], _HASH_MULTIPLIERS[0]).sum())
+        high += int(_mixed(part, _HASH_SEEDS[1], _HASH_MULTIPLIERS[1]).sum())
     return low & _U64_MASK, high & _U64_MASK
 
 
-def _mix_sum(rows: Rows, seed: int, multiplier: int) -> int:
+def id_hash(rows: Rows) -> tuple[int, int]:
+    """Return (low, high) of the rows that have a schedule id, and of these ids: summed as in `row_hash`.
+
+    mix(row with id): h = mix(row); for x in length of the id, its words of 8 bytes: h = (h ^ x) * multiplier,
+    h ^= h >> 32. Words are little-endian, the last one with zeros behind the id.
+    """
+    if rows.schedule_ids is None:
+        return 0, 0
+    low = high = 0
+    with_ids = np.flatnonzero(rows.schedule_ids.lengths)
+    for start in range(0, len(with_ids), HASH_ROWS):
+        part = rows.take(with_ids[start : start + HASH_ROWS])
+        low += _mix_id_sum(part, _HASH_SEEDS[0], _HASH_MULTIPLIERS[0])
+        high += _mix_id_sum(part, _HASH_SEEDS[1], _HASH_MULTIPLIERS[1])
+    return low & _U64_MASK, high & _U64_MASK
+
+
+def _mix_id_sum(rows: Rows, seed: int, multiplier: int) -> int:
+    """Return the sum of the mixes of rows that all have an id."""
+    ids = ScheduleIds.none(len(rows)) if rows.schedule_ids is None else rows.schedule_ids
+    lengths, factor, half = ids.lengths, np.uint64(multiplier), np.uint64(32)
+    state = _mixed(rows, seed, multiplier)
+    state ^= lengths
+    state *= factor
+    state ^= state >> half
+    for number, word in enumerate(ids.words().T):
+        has_word = lengths > 8 * number
+        mixed = state[has_word] ^ word[has_word]
+        mixed *= factor
+        mixed ^= mixed >> half
+        state[has_word] = mixed
+    return int(state.sum())
+
+
+def _mixed(rows: Rows, seed: int, multiplier: int) -> U64:
     factor, half = np.uint64(multiplier), np.uint64(32)
     if rows.key_hash is None:
         mixed = (seed * multiplier) & _U64_MASK
@@ -239,4 +292,4 @@ def _mix_sum(rows: Rows, seed: int, multiplier: int) -> int:
         state ^= column
         state *= factor
         state ^= state >> half
-    return int(state.sum())
+    return state

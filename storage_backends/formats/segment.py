@@ -47,9 +47,17 @@ class SegmentLimits:
         return column_format.ROWS_MAX if self.rows_max == -1 else min(self.rows_max, column_format.ROWS_MAX)
 
 
-def cut(deliver_at_ms: U64, limits: SegmentLimits) -> list[tuple[int, int]]:
-    """Return (start, end) of each segment of an ascending column."""
+# The most bytes of the ids of a segment that has several rows: a message of protobuf has less than 2 GiB.
+_ID_BYTES_MAX = 256 << 20
+
+
+def cut(deliver_at_ms: U64, limits: SegmentLimits, id_lengths: U64 | None = None) -> list[tuple[int, int]]:
+    """Return (start, end) of each segment of an ascending column.
+
+    `id_lengths` are the bytes of each row's schedule id, or None if no row has one.
+    """
     rows = len(deliver_at_ms)
+    id_bytes = None if id_lengths is None else np.cumsum(id_lengths)
     segments = []
     start = 0
     while start < rows:
@@ -58,6 +66,10 @@ def cut(deliver_at_ms: U64, limits: SegmentLimits) -> list[tuple[int, int]]:
         taken = max(in_step, limits.rows_min, 1)
         taken = min(taken, limits.most)
         end = min(start + taken, rows)
+        if id_bytes is not None:
+            before = id_bytes[start - 1] if start else np.uint64(0)
+            fitting = int(np.searchsorted(id_bytes, before + np.uint64(_ID_BYTES_MAX), side="right"))
+            end = min(end, max(fitting, start + 1))
         segments.append((start, end))
         start = end
     return segments
@@ -78,6 +90,8 @@ def encode_columnar(rows: Rows, zstd: zstandard.ZstdCompressor) -> bytes:
     )
     if rows.key_hash is not None:
         message.key_hash = column_format.encode_u32(rows.key_hash, zstd)
+    if rows.schedule_ids is not None and rows.has_ids:
+        message.schedule_ids.lengths, message.schedule_ids.ids = column_format.encode_ids(rows.schedule_ids, zstd)
     return message.SerializeToString(deterministic=True)
 
 
@@ -147,6 +161,9 @@ def decode(
         columns.u64("ledger_id", message.ledger_id),
         columns.u64("entry_id", message.entry_id),
         columns.u32("key_hash", message.key_hash) if message.HasField("key_hash") else None,
+        columns.schedule_ids(message.schedule_ids.lengths, message.schedule_ids.ids)
+        if message.HasField("schedule_ids")
+        else None,
     )
 
 

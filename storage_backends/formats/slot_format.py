@@ -23,6 +23,7 @@ from storage_backends.formats import (
     framing,
     position_bitmap,
     record_columns,
+    requirements,
 )
 from storage_backends.formats.deletion_format import DeletionRecord
 from storage_backends.formats.generated import journal_pb2
@@ -74,7 +75,6 @@ __all__ = [
     "size_max",
 ]
 
-FORMAT_VERSION = 1
 MAGIC = b"TyJS"
 _HEADER = struct.Struct("<4sHBBIQQIQ")
 _CRC = struct.Struct("<I")
@@ -84,6 +84,8 @@ _WHAT = "journal slot"
 _DATA = 1
 # Upper bound (bytes) of a record without columns and bitmaps: tags, lengths, incarnation, subscription, index, reason
 _RECORD_BYTES_MAX = 160
+# Upper bound (bytes) of the tags and lengths of schedule ids
+_ID_FIELDS_BYTES_MAX = 32
 # Upper bound (bytes) of a bitmap without its containers: tags, lengths, ledger, page, its head
 _BITMAP_BYTES_MAX = 64
 
@@ -117,6 +119,11 @@ class StoredRecord:
     def row_count(self) -> int:
         """The number of rows that the record names."""
         return self.message.rows
+
+    @property
+    def holds_ids(self) -> bool:
+        """True if a row has a schedule id."""
+        return record_columns.message_holds_ids(self.message)
 
     def decoded(self) -> Record:
         """Decode the record's columns. Raises FormatError."""
@@ -153,7 +160,7 @@ def encode_slot(
     payload = message.SerializeToString(deterministic=True)
     head = _HEADER.pack(
         MAGIC,
-        FORMAT_VERSION,
+        requirements.version_of(holds_ids=any(record.holds_ids for record in records)),
         _DATA,
         0,
         header.shard,
@@ -213,8 +220,7 @@ def _checked(data: bytes) -> tuple[SlotHeader, bytes]:
     magic, version, kind, _, shard, epoch, slot, records, payload_bytes = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise format_errors.FormatError(_WHAT, 0, f"magic is {magic!r}, not {MAGIC!r}")
-    if version != FORMAT_VERSION:
-        raise format_errors.UnsupportedVersion(_WHAT, 4, found=version, supported=FORMAT_VERSION)
+    requirements.check_version(version, _WHAT, 4)
     if HEADER_BYTES + payload_bytes != len(data):
         detail = f"the payload length {payload_bytes} makes {HEADER_BYTES + payload_bytes} bytes, there are {len(data)}"
         raise format_errors.FormatError(_WHAT, 32, detail)
@@ -366,6 +372,8 @@ def size_max(record: Record) -> int:
     columns_of = len(COLUMNS.get(type(record), ()))
     if not isinstance(record, PurgeRecord):
         columns_of += 3 if record.rows.key_hash is None else 4
+        if record.rows.schedule_ids is not None:
+            size_bytes += _ID_FIELDS_BYTES_MAX + column_format.ids_size_max(record.rows.schedule_ids)
     if isinstance(record, DeadLetterRecord):
         size_bytes += len(record.text.encode())
     return size_bytes + columns_of * column_format.size_max(record.row_count)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from storage_backends import commit, topic_manifest
-from storage_backends.formats import names
+from storage_backends.formats import names, requirements
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import TopicManifest
 from storage_backends.memory_store import MemoryStore
@@ -21,6 +21,7 @@ from storage_backends.topic_manifest import (
     DeleteTopic,
     DropBuckets,
     Quarantine,
+    RequireOfTopic,
     Seal,
     SetDelayLevels,
     SetPolicy,
@@ -37,6 +38,7 @@ from tests.storage_backends._support.topic_manifests import (
     LEVELS,
     POLICY,
     QUARANTINE,
+    REQUIREMENT,
     SUBSCRIPTIONS,
     TOPIC_ID,
     Operation,
@@ -213,6 +215,27 @@ class SetPolicyWithoutEpoch(SetPolicy):
         return None if tip is not None else "none"
 
 
+class RequireWithoutEpoch(RequireOfTopic):
+    """A zombie may require something."""
+
+    def precondition(self, tip: TopicManifest | None) -> str | None:
+        return None if tip is not None else "none"
+
+
+class RequireForgetsOthers(RequireOfTopic):
+    """What was required before is required no longer."""
+
+    def apply(self, tip: TopicManifest | None) -> TopicManifest:
+        return dataclasses.replace(super().apply(tip), requires=(self.requirement,))
+
+
+class DeleteForgetsRequirements(DeleteTopic):
+    """Rows of the deleted topic may still be in sections."""
+
+    def apply(self, tip: TopicManifest | None) -> TopicManifest:
+        return dataclasses.replace(super().apply(tip), requires=())
+
+
 class SetDelayLevelsWithoutEpoch(SetDelayLevels):
     """A zombie may set the delay levels."""
 
@@ -339,6 +362,40 @@ def create_after_a_deletion(kind: type[Operation]) -> None:
     assert (born.incarnation, born.last_subscription_id, len(born.tombstones)) == (2, 6, 1)
 
 
+def require_twice(kind: type[Operation], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two things are required, one after the other."""
+    with monkeypatch.context() as patch:
+        patch.setattr(requirements, "KNOWN", frozenset({"another", "schedule_ids"}))
+        store = with_topic(dataclasses.replace(REQUIREMENT, requirement="another"))
+        assert put(log_of(store), planted(kind, REQUIREMENT)).requires == ("another", "schedule_ids")
+
+
+def delete_and_create_what_requires_something(kind: type[Operation], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(requirements, "KNOWN", frozenset({"schedule_ids"}))
+        store = with_topic(FIRST_SEAL, SUBSCRIPTIONS, REQUIREMENT)
+        assert put(log_of(store), planted(kind, DELETE)).requires == ("schedule_ids",)
+        assert put(log_of(store), CREATE_AGAIN).requires == ("schedule_ids",)
+
+
+@pytest.mark.parametrize(
+    ("right", "bug", "scenario"),
+    [
+        (RequireOfTopic, RequireForgetsOthers, require_twice),
+        (DeleteTopic, DeleteForgetsRequirements, delete_and_create_what_requires_something),
+    ],
+)
+def test_what_is_required_stays(
+    right: type[Operation],
+    bug: type[Operation],
+    scenario: Callable[[type[Operation], pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenario(right, monkeypatch)
+    with pytest.raises(AssertionError):
+        scenario(bug, monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("right", "bug", "scenario"),
     [
@@ -348,6 +405,7 @@ def create_after_a_deletion(kind: type[Operation]) -> None:
         (DropBuckets, DropWhatIsQuarantined, drop_a_quarantined_bucket),
         (Quarantine, QuarantineWithoutEpoch, after_a_claim(dataclasses.replace(QUARANTINE, bucket="b3"))),
         (SetPolicy, SetPolicyWithoutEpoch, after_a_claim(POLICY)),
+        (RequireOfTopic, RequireWithoutEpoch, after_a_claim(REQUIREMENT)),
         (SetDelayLevels, SetDelayLevelsWithoutEpoch, after_a_claim(LEVELS)),
         (DeleteTopic, DeleteWithoutEpoch, after_a_claim(DELETE)),
         (DeleteTopic, DeleteForgetsIncarnation, delete_a_full_topic),

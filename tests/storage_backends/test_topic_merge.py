@@ -113,12 +113,14 @@ DROPPED_MORE = PositionSet.of(position_bitmaps(examples.column([1]), examples.co
         (merge_with(bucket=None), "the sources have 5 rows, 0 were copied and 3 dropped"),
         (made_with(hash_low=1), "the rows of the sources have hash "),
         (merge_with(dropped_hash=(0, 0)), "the rows of the sources have hash "),
+        (made_with(id_hash_high=1), "the schedule ids of the sources have hash "),
+        (merge_with(dropped_id_hash=(1, 0)), "the schedule ids of the sources have hash "),
         (made_with(subscription_id=3), "the bucket is of index 3, its sources of 0"),
         (made_with(object=reference("b3")), "object b3 is named twice"),
         (made_with(object=reference("dead")), "object dead is named twice"),
         (made_with(object=reference("d", base=FLOOR - 1)), "object d was started below the orphan floor 10"),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_a_merge_is_refused_when_it_is_not_what_its_sources_were(operation: Merge, reason: str) -> None:
     found = operation.precondition(TIP)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtarry/storage/v1/bucket.proto\x12\x10tarry.storage.v1\"\x84\x02\n\x17SnapshotSegmentMetadata\x12`\n\x15\x64\x65layed_index_bit_map\x18\x01 \x03(\x0b\x32\x41.tarry.storage.v1.SnapshotSegmentMetadata.DelayedIndexBitMapEntry\x12\x1e\n\x16max_schedule_timestamp\x18\x02 \x02(\x04\x12\x1e\n\x16min_schedule_timestamp\x18\x03 \x02(\x04\x12\x0c\n\x04rows\x18\x10 \x01(\r\x1a\x39\n\x17\x44\x65layedIndexBitMapEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\x8e\x02\n\x10SnapshotMetadata\x12@\n\rmetadata_list\x18\x01 \x03(\x0b\x32).tarry.storage.v1.SnapshotSegmentMetadata\x12\x33\n\tpositions\x18\x10 \x03(\x0b\x32 .tarry.storage.v1.PositionBitmap\x12\x0c\n\x04rows\x18\x11 \x01(\x04\x12\x10\n\x08hash_low\x18\x12 \x01(\x06\x12\x11\n\thash_high\x18\x13 \x01(\x06\x12\x17\n\x0fsubscription_id\x18\x14 \x01(\x04\x12(\n\x04kept\x18\x15 \x03(\x0b\x32\x1a.tarry.storage.v1.KeptRows\x12\r\n\x05topic\x18\x16 \x01(\t\"E\n\x0ePositionBitmap\x12\x11\n\tledger_id\x18\x01 \x02(\x04\x12\x0f\n\x04page\x18\x02 \x01(\x04:\x01\x30\x12\x0f\n\x07\x65ntries\x18\x03 \x02(\x0c\"O\n\x08KeptRows\x12\x0e\n\x06source\x18\x01 \x02(\t\x12\x33\n\tpositions\x18\x02 \x03(\x0b\x32 .tarry.storage.v1.PositionBitmap\"X\n\x0c\x44\x65layedIndex\x12\x11\n\ttimestamp\x18\x01 \x02(\x04\x12\x11\n\tledger_id\x18\x02 \x02(\x04\x12\x10\n\x08\x65ntry_id\x18\x03 \x02(\x04\x12\x10\n\x08key_hash\x18\x10 \x01(\x07\"\x9e\x01\n\x0fSnapshotSegment\x12/\n\x07indexes\x18\x01 \x03(\x0b\x32\x1e.tarry.storage.v1.DelayedIndex\x12\x0c\n\x04rows\x18\x10 \x01(\r\x12\x15\n\rdeliver_at_ms\x18\x11 \x01(\x0c\x12\x11\n\tledger_id\x18\x12 \x01(\x0c\x12\x10\n\x08\x65ntry_id\x18\x13 \x01(\x0c\x12\x10\n\x08key_hash\x18\x14 \x01(\x0c')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtarry/storage/v1/bucket.proto\x12\x10tarry.storage.v1\"\x84\x02\n\x17SnapshotSegmentMetadata\x12`\n\x15\x64\x65layed_index_bit_map\x18\x01 \x03(\x0b\x32\x41.tarry.storage.v1.SnapshotSegmentMetadata.DelayedIndexBitMapEntry\x12\x1e\n\x16max_schedule_timestamp\x18\x02 \x02(\x04\x12\x1e\n\x16min_schedule_timestamp\x18\x03 \x02(\x04\x12\x0c\n\x04rows\x18\x10 \x01(\r\x1a\x39\n\x17\x44\x65layedIndexBitMapEntry\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xf1\x02\n\x10SnapshotMetadata\x12@\n\rmetadata_list\x18\x01 \x03(\x0b\x32).tarry.storage.v1.SnapshotSegmentMetadata\x12\x33\n\tpositions\x18\x10 \x03(\x0b\x32 .tarry.storage.v1.PositionBitmap\x12\x0c\n\x04rows\x18\x11 \x01(\x04\x12\x10\n\x08hash_low\x18\x12 \x01(\x06\x12\x11\n\thash_high\x18\x13 \x01(\x06\x12\x17\n\x0fsubscription_id\x18\x14 \x01(\x04\x12(\n\x04kept\x18\x15 \x03(\x0b\x32\x1a.tarry.storage.v1.KeptRows\x12\r\n\x05topic\x18\x16 \x01(\t\x12\x36\n\x0cid_positions\x18\x17 \x03(\x0b\x32 .tarry.storage.v1.PositionBitmap\x12\x13\n\x0bid_hash_low\x18\x18 \x01(\x06\x12\x14\n\x0cid_hash_high\x18\x19 \x01(\x06\"+\n\x0bScheduleIds\x12\x0f\n\x07lengths\x18\x01 \x02(\x0c\x12\x0b\n\x03ids\x18\x02 \x02(\x0c\"E\n\x0ePositionBitmap\x12\x11\n\tledger_id\x18\x01 \x02(\x04\x12\x0f\n\x04page\x18\x02 \x01(\x04:\x01\x30\x12\x0f\n\x07\x65ntries\x18\x03 \x02(\x0c\"O\n\x08KeptRows\x12\x0e\n\x06source\x18\x01 \x02(\t\x12\x33\n\tpositions\x18\x02 \x03(\x0b\x32 .tarry.storage.v1.PositionBitmap\"X\n\x0c\x44\x65layedIndex\x12\x11\n\ttimestamp\x18\x01 \x02(\x04\x12\x11\n\tledger_id\x18\x02 \x02(\x04\x12\x10\n\x08\x65ntry_id\x18\x03 \x02(\x04\x12\x10\n\x08key_hash\x18\x10 \x01(\x07\"\xd3\x01\n\x0fSnapshotSegment\x12/\n\x07indexes\x18\x01 \x03(\x0b\x32\x1e.tarry.storage.v1.DelayedIndex\x12\x0c\n\x04rows\x18\x10 \x01(\r\x12\x15\n\rdeliver_at_ms\x18\x11 \x01(\x0c\x12\x11\n\tledger_id\x18\x12 \x01(\x0c\x12\x10\n\x08\x65ntry_id\x18\x13 \x01(\x0c\x12\x10\n\x08key_hash\x18\x14 \x01(\x0c\x12\x33\n\x0cschedule_ids\x18\x15 \x01(\x0b\x32\x1d.tarry.storage.v1.ScheduleIds')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,13 +38,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SNAPSHOTSEGMENTMETADATA_DELAYEDINDEXBITMAPENTRY']._serialized_start=255
   _globals['_SNAPSHOTSEGMENTMETADATA_DELAYEDINDEXBITMAPENTRY']._serialized_end=312
   _globals['_SNAPSHOTMETADATA']._serialized_start=315
-  _globals['_SNAPSHOTMETADATA']._serialized_end=585
-  _globals['_POSITIONBITMAP']._serialized_start=587
-  _globals['_POSITIONBITMAP']._serialized_end=656
-  _globals['_KEPTROWS']._serialized_start=658
-  _globals['_KEPTROWS']._serialized_end=737
-  _globals['_DELAYEDINDEX']._serialized_start=739
-  _globals['_DELAYEDINDEX']._serialized_end=827
-  _globals['_SNAPSHOTSEGMENT']._serialized_start=830
-  _globals['_SNAPSHOTSEGMENT']._serialized_end=988
+  _globals['_SNAPSHOTMETADATA']._serialized_end=684
+  _globals['_SCHEDULEIDS']._serialized_start=686
+  _globals['_SCHEDULEIDS']._serialized_end=729
+  _globals['_POSITIONBITMAP']._serialized_start=731
+  _globals['_POSITIONBITMAP']._serialized_end=800
+  _globals['_KEPTROWS']._serialized_start=802
+  _globals['_KEPTROWS']._serialized_end=881
+  _globals['_DELAYEDINDEX']._serialized_start=883
+  _globals['_DELAYEDINDEX']._serialized_end=971
+  _globals['_SNAPSHOTSEGMENT']._serialized_start=974
+  _globals['_SNAPSHOTSEGMENT']._serialized_end=1185
 # @@protoc_insertion_point(module_scope)

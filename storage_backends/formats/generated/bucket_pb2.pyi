@@ -86,6 +86,9 @@ class SnapshotMetadata(_message.Message):
     SUBSCRIPTION_ID_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
     TOPIC_FIELD_NUMBER: _builtins.int
+    ID_POSITIONS_FIELD_NUMBER: _builtins.int
+    ID_HASH_LOW_FIELD_NUMBER: _builtins.int
+    ID_HASH_HIGH_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     hash_low: _builtins.int
     """Sum of the rows' hashes, two independent 64-bit mixes, modulo 2^64."""
@@ -93,6 +96,9 @@ class SnapshotMetadata(_message.Message):
     subscription_id: _builtins.int
     """0 = the topic's shared index."""
     topic: _builtins.str
+    id_hash_low: _builtins.int
+    """Sum of the hashes of these rows with their ids, modulo 2^64."""
+    id_hash_high: _builtins.int
     @_builtins.property
     def metadata_list(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotSegmentMetadata]: ...
     @_builtins.property
@@ -102,6 +108,10 @@ class SnapshotMetadata(_message.Message):
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptRows]:
         """A merged bucket: which rows of each source were copied."""
+
+    @_builtins.property
+    def id_positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionBitmap]:
+        """The positions whose rows have a schedule id; as `positions`."""
 
     def __init__(
         self,
@@ -114,14 +124,43 @@ class SnapshotMetadata(_message.Message):
         subscription_id: _builtins.int | None = ...,
         kept: _abc.Iterable[Global___KeptRows] | None = ...,
         topic: _builtins.str | None = ...,
+        id_positions: _abc.Iterable[Global___PositionBitmap] | None = ...,
+        id_hash_low: _builtins.int | None = ...,
+        id_hash_high: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hash_high", b"hash_high", "hash_low", b"hash_low", "rows", b"rows", "subscription_id", b"subscription_id", "topic", b"topic"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hash_high", b"hash_high", "hash_low", b"hash_low", "id_hash_high", b"id_hash_high", "id_hash_low", b"id_hash_low", "rows", b"rows", "subscription_id", b"subscription_id", "topic", b"topic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash_high", b"hash_high", "hash_low", b"hash_low", "kept", b"kept", "metadata_list", b"metadata_list", "positions", b"positions", "rows", b"rows", "subscription_id", b"subscription_id", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hash_high", b"hash_high", "hash_low", b"hash_low", "id_hash_high", b"id_hash_high", "id_hash_low", b"id_hash_low", "id_positions", b"id_positions", "kept", b"kept", "metadata_list", b"metadata_list", "positions", b"positions", "rows", b"rows", "subscription_id", b"subscription_id", "topic", b"topic"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SnapshotMetadata: _TypeAlias = SnapshotMetadata  # noqa: Y015
+
+@_typing.final
+class ScheduleIds(_message.Message):
+    """The column of schedule ids. A row without one has length 0."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    lengths: _builtins.bytes
+    """A column of u32: the bytes that each id has, 256 at most."""
+    ids: _builtins.bytes
+    """The form, then the bytes of all ids, one behind the other."""
+    def __init__(
+        self,
+        *,
+        lengths: _builtins.bytes | None = ...,
+        ids: _builtins.bytes | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "lengths", b"lengths"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "lengths", b"lengths"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScheduleIds: _TypeAlias = ScheduleIds  # noqa: Y015
 
 @_typing.final
 class PositionBitmap(_message.Message):
@@ -211,6 +250,7 @@ class SnapshotSegment(_message.Message):
     LEDGER_ID_FIELD_NUMBER: _builtins.int
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     KEY_HASH_FIELD_NUMBER: _builtins.int
+    SCHEDULE_IDS_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     """Columnar form: the same rows as columns (see the storage format document), zstd-compressed."""
     deliver_at_ms: _builtins.bytes
@@ -222,6 +262,10 @@ class SnapshotSegment(_message.Message):
     def indexes(self) -> _containers.RepeatedCompositeFieldContainer[Global___DelayedIndex]:
         """Compatible form: one message a row, sorted by (timestamp, ledger_id, entry_id)."""
 
+    @_builtins.property
+    def schedule_ids(self) -> Global___ScheduleIds:
+        """Absent when no row has one."""
+
     def __init__(
         self,
         *,
@@ -231,10 +275,11 @@ class SnapshotSegment(_message.Message):
         ledger_id: _builtins.bytes | None = ...,
         entry_id: _builtins.bytes | None = ...,
         key_hash: _builtins.bytes | None = ...,
+        schedule_ids: Global___ScheduleIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "rows", b"rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "rows", b"rows", "schedule_ids", b"schedule_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "indexes", b"indexes", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "indexes", b"indexes", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "rows", b"rows", "schedule_ids", b"schedule_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -127,6 +127,7 @@ class Add(_message.Message):
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     KEY_HASH_FIELD_NUMBER: _builtins.int
     DELAY_LEVEL_FIELD_NUMBER: _builtins.int
+    SCHEDULE_IDS_FIELD_NUMBER: _builtins.int
     subscription_id: _builtins.int
     """The index: 0 = the shared one; a subscription's id = its own; 2^63 more = that of its batch indexes, where the entry id
     of a row is the entry's, times 2^16, plus the batch index.
@@ -138,6 +139,10 @@ class Add(_message.Message):
     """Absent when no row has one."""
     delay_level: _builtins.int
     """The delay level that the rows were added by; 0 = none."""
+    @_builtins.property
+    def schedule_ids(self) -> _bucket_pb2.ScheduleIds:
+        """Absent when no row has one."""
+
     def __init__(
         self,
         *,
@@ -147,10 +152,11 @@ class Add(_message.Message):
         entry_id: _builtins.bytes | None = ...,
         key_hash: _builtins.bytes | None = ...,
         delay_level: _builtins.int | None = ...,
+        schedule_ids: _bucket_pb2.ScheduleIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delay_level", b"delay_level", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delay_level", b"delay_level", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "schedule_ids", b"schedule_ids", "subscription_id", b"subscription_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delay_level", b"delay_level", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delay_level", b"delay_level", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "schedule_ids", b"schedule_ids", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -209,6 +215,7 @@ class NegativeAcknowledge(_message.Message):
     KEY_HASH_FIELD_NUMBER: _builtins.int
     REDELIVER_AT_MS_FIELD_NUMBER: _builtins.int
     REDELIVERY_COUNT_FIELD_NUMBER: _builtins.int
+    SCHEDULE_IDS_FIELD_NUMBER: _builtins.int
     subscription_id: _builtins.int
     index_id: _builtins.int
     """The index, as in `Add`."""
@@ -222,6 +229,10 @@ class NegativeAcknowledge(_message.Message):
     redeliver_at_ms: _builtins.bytes
     redelivery_count: _builtins.bytes
     """How often each was negatively acknowledged, this time included."""
+    @_builtins.property
+    def schedule_ids(self) -> _bucket_pb2.ScheduleIds:
+        """Absent when no row has one; only with `added`."""
+
     def __init__(
         self,
         *,
@@ -234,10 +245,11 @@ class NegativeAcknowledge(_message.Message):
         key_hash: _builtins.bytes | None = ...,
         redeliver_at_ms: _builtins.bytes | None = ...,
         redelivery_count: _builtins.bytes | None = ...,
+        schedule_ids: _bucket_pb2.ScheduleIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redeliver_at_ms", b"redeliver_at_ms", "redelivery_count", b"redelivery_count", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redeliver_at_ms", b"redeliver_at_ms", "redelivery_count", b"redelivery_count", "schedule_ids", b"schedule_ids", "subscription_id", b"subscription_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redeliver_at_ms", b"redeliver_at_ms", "redelivery_count", b"redelivery_count", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["added", b"added", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redeliver_at_ms", b"redeliver_at_ms", "redelivery_count", b"redelivery_count", "schedule_ids", b"schedule_ids", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -281,6 +293,7 @@ class DeadLetter(_message.Message):
     DEAD_AT_MS_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
+    SCHEDULE_IDS_FIELD_NUMBER: _builtins.int
     subscription_id: _builtins.int
     index_id: _builtins.int
     """The index, as in `Add`; they need not have rows in it."""
@@ -295,6 +308,10 @@ class DeadLetter(_message.Message):
     reason: Global___DeadLetter.Reason.ValueType
     text: _builtins.str
     """What the dispatcher said."""
+    @_builtins.property
+    def schedule_ids(self) -> _bucket_pb2.ScheduleIds:
+        """Absent when no row has one."""
+
     def __init__(
         self,
         *,
@@ -309,10 +326,11 @@ class DeadLetter(_message.Message):
         dead_at_ms: _builtins.bytes | None = ...,
         reason: Global___DeadLetter.Reason.ValueType | None = ...,
         text: _builtins.str | None = ...,
+        schedule_ids: _bucket_pb2.ScheduleIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dead_at_ms", b"dead_at_ms", "dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "subscription_id", b"subscription_id", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dead_at_ms", b"dead_at_ms", "dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "schedule_ids", b"schedule_ids", "subscription_id", b"subscription_id", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_at_ms", b"dead_at_ms", "dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "subscription_id", b"subscription_id", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_at_ms", b"dead_at_ms", "dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "schedule_ids", b"schedule_ids", "subscription_id", b"subscription_id", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -331,6 +349,7 @@ class Replay(_message.Message):
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     KEY_HASH_FIELD_NUMBER: _builtins.int
     DEAD_LETTER_ID_FIELD_NUMBER: _builtins.int
+    SCHEDULE_IDS_FIELD_NUMBER: _builtins.int
     subscription_id: _builtins.int
     index_id: _builtins.int
     """As in `Add`; never the shared one."""
@@ -340,6 +359,10 @@ class Replay(_message.Message):
     key_hash: _builtins.bytes
     """Absent when no row has one."""
     dead_letter_id: _builtins.bytes
+    @_builtins.property
+    def schedule_ids(self) -> _bucket_pb2.ScheduleIds:
+        """Absent when no row has one."""
+
     def __init__(
         self,
         *,
@@ -350,10 +373,11 @@ class Replay(_message.Message):
         entry_id: _builtins.bytes | None = ...,
         key_hash: _builtins.bytes | None = ...,
         dead_letter_id: _builtins.bytes | None = ...,
+        schedule_ids: _bucket_pb2.ScheduleIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "schedule_ids", b"schedule_ids", "subscription_id", b"subscription_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "schedule_ids", b"schedule_ids", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -394,6 +418,7 @@ class Reschedule(_message.Message):
     LEDGER_ID_FIELD_NUMBER: _builtins.int
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     KEY_HASH_FIELD_NUMBER: _builtins.int
+    SCHEDULE_IDS_FIELD_NUMBER: _builtins.int
     subscription_id: _builtins.int
     """The index; 0 = the shared one."""
     deliver_at_ms: _builtins.bytes
@@ -401,6 +426,10 @@ class Reschedule(_message.Message):
     entry_id: _builtins.bytes
     key_hash: _builtins.bytes
     """Absent when no row has one."""
+    @_builtins.property
+    def schedule_ids(self) -> _bucket_pb2.ScheduleIds:
+        """Absent when no row has one."""
+
     def __init__(
         self,
         *,
@@ -409,10 +438,11 @@ class Reschedule(_message.Message):
         ledger_id: _builtins.bytes | None = ...,
         entry_id: _builtins.bytes | None = ...,
         key_hash: _builtins.bytes | None = ...,
+        schedule_ids: _bucket_pb2.ScheduleIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "schedule_ids", b"schedule_ids", "subscription_id", b"subscription_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "schedule_ids", b"schedule_ids", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

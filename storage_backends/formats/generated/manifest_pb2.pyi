@@ -192,6 +192,7 @@ class ShardManifest(_message.Message):
     RANGES_FIELD_NUMBER: _builtins.int
     TOMBSTONES_FIELD_NUMBER: _builtins.int
     SETTLED_EPOCH_FIELD_NUMBER: _builtins.int
+    REQUIRES_FIELD_NUMBER: _builtins.int
     shard: _builtins.int
     epoch: _builtins.int
     owner: _builtins.str
@@ -215,6 +216,10 @@ class ShardManifest(_message.Message):
 
     @_builtins.property
     def tombstones(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tombstone]: ...
+    @_builtins.property
+    def requires(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What a reader must know of the shard, by name, ascending. With any, the manifest has version 2."""
+
     def __init__(
         self,
         *,
@@ -228,10 +233,11 @@ class ShardManifest(_message.Message):
         ranges: _abc.Iterable[Global___LogRange] | None = ...,
         tombstones: _abc.Iterable[Global___Tombstone] | None = ...,
         settled_epoch: _builtins.int | None = ...,
+        requires: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checkpoint", b"checkpoint", "epoch", b"epoch", "head", b"head", "owner", b"owner", "previous_checkpoint", b"previous_checkpoint", "settled_epoch", b"settled_epoch", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checkpoint", b"checkpoint", "epoch", b"epoch", "head", b"head", "owner", b"owner", "previous_checkpoint", b"previous_checkpoint", "ranges", b"ranges", "settled_epoch", b"settled_epoch", "shard", b"shard", "tombstones", b"tombstones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "checkpoint", b"checkpoint", "epoch", b"epoch", "head", b"head", "owner", b"owner", "previous_checkpoint", b"previous_checkpoint", "ranges", b"ranges", "requires", b"requires", "settled_epoch", b"settled_epoch", "shard", b"shard", "tombstones", b"tombstones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -326,6 +332,7 @@ class TopicManifest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     DELAY_LEVELS_FIELD_NUMBER: _builtins.int
     PROPERTIES_OBJECT_FIELD_NUMBER: _builtins.int
+    REQUIRES_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     topic_id: _builtins.str
     incarnation: _builtins.int
@@ -359,6 +366,10 @@ class TopicManifest(_message.Message):
     def properties_object(self) -> Global___ObjectReference:
         """The object `Properties`; absent when no subscription has any."""
 
+    @_builtins.property
+    def requires(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What a reader must know of the topic, by name, ascending. With any, the manifest has version 2."""
+
     def __init__(
         self,
         *,
@@ -378,10 +389,11 @@ class TopicManifest(_message.Message):
         policy: Global___TopicPolicy | None = ...,
         delay_levels: Global___DelayLevels | None = ...,
         properties_object: Global___ObjectReference | None = ...,
+        requires: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "delay_levels", b"delay_levels", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "owner_epoch", b"owner_epoch", "policy", b"policy", "progress", b"progress", "progress_object", b"progress_object", "properties_object", b"properties_object", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "delay_levels", b"delay_levels", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "live", b"live", "owner_epoch", b"owner_epoch", "policy", b"policy", "progress", b"progress", "progress_object", b"progress_object", "properties_object", b"properties_object", "subscriptions", b"subscriptions", "tombstones", b"tombstones", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "delay_levels", b"delay_levels", "deleted", b"deleted", "head", b"head", "incarnation", b"incarnation", "last_subscription_id", b"last_subscription_id", "live", b"live", "owner_epoch", b"owner_epoch", "policy", b"policy", "progress", b"progress", "progress_object", b"progress_object", "properties_object", b"properties_object", "requires", b"requires", "subscriptions", b"subscriptions", "tombstones", b"tombstones", "topic", b"topic", "topic_id", b"topic_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -505,6 +517,9 @@ class LiveBucket(_message.Message):
     SEGMENTS_FIELD_NUMBER: _builtins.int
     DAMAGE_FIELD_NUMBER: _builtins.int
     QUARANTINED_SLOT_FIELD_NUMBER: _builtins.int
+    ID_ROWS_FIELD_NUMBER: _builtins.int
+    ID_HASH_LOW_FIELD_NUMBER: _builtins.int
+    ID_HASH_HIGH_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     first_ledger_id: _builtins.int
     last_ledger_id: _builtins.int
@@ -523,6 +538,10 @@ class LiveBucket(_message.Message):
     """What was found when it was quarantined."""
     quarantined_slot: _builtins.int
     """The slot at which it was: rows that were added in slots up to it are not rows of this bucket that were added again."""
+    id_rows: _builtins.int
+    """Of its rows, how many have a schedule id, and the sum of the hashes of these with their ids."""
+    id_hash_low: _builtins.int
+    id_hash_high: _builtins.int
     @_builtins.property
     def object(self) -> Global___ObjectReference: ...
     def __init__(
@@ -543,10 +562,13 @@ class LiveBucket(_message.Message):
         segments: _builtins.int | None = ...,
         damage: _builtins.str | None = ...,
         quarantined_slot: _builtins.int | None = ...,
+        id_rows: _builtins.int | None = ...,
+        id_hash_low: _builtins.int | None = ...,
+        id_hash_high: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["compatible_form", b"compatible_form", "damage", b"damage", "first_ledger_id", b"first_ledger_id", "hash_high", b"hash_high", "hash_low", b"hash_low", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "object", b"object", "quarantined", b"quarantined", "quarantined_slot", b"quarantined_slot", "rows", b"rows", "segments", b"segments", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compatible_form", b"compatible_form", "damage", b"damage", "first_ledger_id", b"first_ledger_id", "hash_high", b"hash_high", "hash_low", b"hash_low", "id_hash_high", b"id_hash_high", "id_hash_low", b"id_hash_low", "id_rows", b"id_rows", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "object", b"object", "quarantined", b"quarantined", "quarantined_slot", b"quarantined_slot", "rows", b"rows", "segments", b"segments", "subscription_id", b"subscription_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compatible_form", b"compatible_form", "damage", b"damage", "first_ledger_id", b"first_ledger_id", "hash_high", b"hash_high", "hash_low", b"hash_low", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "object", b"object", "quarantined", b"quarantined", "quarantined_slot", b"quarantined_slot", "rows", b"rows", "segments", b"segments", "subscription_id", b"subscription_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compatible_form", b"compatible_form", "damage", b"damage", "first_ledger_id", b"first_ledger_id", "hash_high", b"hash_high", "hash_low", b"hash_low", "id_hash_high", b"id_hash_high", "id_hash_low", b"id_hash_low", "id_rows", b"id_rows", "last_ledger_id", b"last_ledger_id", "level", b"level", "max_deliver_at_ms", b"max_deliver_at_ms", "min_deliver_at_ms", b"min_deliver_at_ms", "object", b"object", "quarantined", b"quarantined", "quarantined_slot", b"quarantined_slot", "rows", b"rows", "segments", b"segments", "subscription_id", b"subscription_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -926,6 +948,7 @@ class NackedRows(_message.Message):
     ENTRY_ID_FIELD_NUMBER: _builtins.int
     KEY_HASH_FIELD_NUMBER: _builtins.int
     REDELIVER_AT_MS_FIELD_NUMBER: _builtins.int
+    SCHEDULE_IDS_FIELD_NUMBER: _builtins.int
     index_id: _builtins.int
     """As in the journal's `Add`."""
     rows: _builtins.int
@@ -935,6 +958,10 @@ class NackedRows(_message.Message):
     key_hash: _builtins.bytes
     """Absent when no row has one."""
     redeliver_at_ms: _builtins.bytes
+    @_builtins.property
+    def schedule_ids(self) -> _bucket_pb2.ScheduleIds:
+        """Absent when no row has one."""
+
     def __init__(
         self,
         *,
@@ -945,10 +972,11 @@ class NackedRows(_message.Message):
         entry_id: _builtins.bytes | None = ...,
         key_hash: _builtins.bytes | None = ...,
         redeliver_at_ms: _builtins.bytes | None = ...,
+        schedule_ids: _bucket_pb2.ScheduleIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redeliver_at_ms", b"redeliver_at_ms", "rows", b"rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redeliver_at_ms", b"redeliver_at_ms", "rows", b"rows", "schedule_ids", b"schedule_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redeliver_at_ms", b"redeliver_at_ms", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "index_id", b"index_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "redeliver_at_ms", b"redeliver_at_ms", "rows", b"rows", "schedule_ids", b"schedule_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -998,6 +1026,7 @@ class DeadLetters(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     TEXT_INDEX_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
+    SCHEDULE_IDS_FIELD_NUMBER: _builtins.int
     rows: _builtins.int
     dead_letter_id: _builtins.bytes
     """Ascending."""
@@ -1016,6 +1045,10 @@ class DeadLetters(_message.Message):
     """What the dispatcher said, as an index of `texts`."""
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def schedule_ids(self) -> _bucket_pb2.ScheduleIds:
+        """Absent when no row has one."""
+
     def __init__(
         self,
         *,
@@ -1031,10 +1064,11 @@ class DeadLetters(_message.Message):
         reason: _builtins.bytes | None = ...,
         text_index: _builtins.bytes | None = ...,
         texts: _abc.Iterable[_builtins.str] | None = ...,
+        schedule_ids: _bucket_pb2.ScheduleIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "dead_at_ms", b"dead_at_ms", "dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "rows", b"rows", "text_index", b"text_index"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "dead_at_ms", b"dead_at_ms", "dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "rows", b"rows", "schedule_ids", b"schedule_ids", "text_index", b"text_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "dead_at_ms", b"dead_at_ms", "dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "rows", b"rows", "text_index", b"text_index", "texts", b"texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_index", b"batch_index", "dead_at_ms", b"dead_at_ms", "dead_letter_id", b"dead_letter_id", "deliver_at_ms", b"deliver_at_ms", "entry_id", b"entry_id", "key_hash", b"key_hash", "ledger_id", b"ledger_id", "reason", b"reason", "redelivery_count", b"redelivery_count", "rows", b"rows", "schedule_ids", b"schedule_ids", "text_index", b"text_index", "texts", b"texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,7 +11,7 @@ import pytest
 from batch.audit.findings import Kind, Severity
 from storage_backends import bucket_reading
 from storage_backends.commit import COMMIT_ID
-from storage_backends.formats import bucket_format, manifest, names, position_bitmap
+from storage_backends.formats import bucket_format, manifest, names, position_bitmap, requirements
 from storage_backends.formats.manifest import LiveBucket, LogRange, ShardManifest, TopicManifest
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.segment import SegmentLimits
@@ -453,3 +453,24 @@ def with_gone(store: MemoryStore, tip: TopicManifest, gone: manifest.BucketProgr
     before = bucket_reading.progress_of(store, tip)
     progress = replace(before, buckets=(*before.buckets, gone))
     return replace(tip, progress_object=None, progress=progress, tombstones=(*tip.tombstones, left))
+
+
+def test_a_manifest_that_forgets_what_it_required_is_found(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "KNOWN", frozenset({"later"}))
+    follow(store, lambda tip: replace(tip, requires=("later",)), commit_id="requires")
+    assert findings(audited(store)) == []
+    key = follow(store, lambda tip: replace(tip, requires=()), commit_id="forgets")
+    (found,) = findings(audited(store))
+    assert (found.kind, found.object) == (Kind.CHAIN_RULE, key)
+    assert found.detail == "it no longer requires later"
+
+
+def test_a_manifest_that_requires_what_is_not_known_is_no_damage(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(requirements, "KNOWN", frozenset({"later"}))
+        key = follow(store, lambda tip: replace(tip, requires=("later",)), commit_id="requires")
+    found = {(each.kind, each.severity, each.object) for each in findings(audited(store))}
+    assert (Kind.NEWER, Severity.ERROR, key) in found
+    assert not any(kind is Kind.DAMAGED for kind, _, _ in found)

@@ -14,7 +14,7 @@ import pytest
 from daemon.owner import heartbeat
 from daemon.owner.heartbeat import ReportedShard
 from storage_backends import memory_store, object_store
-from storage_backends.formats import names
+from storage_backends.formats import names, requirements
 from tests._support.virtual_clock import VirtualClock, settle
 
 T = TypeVar("T")
@@ -145,6 +145,29 @@ async def test_a_beat_tells_of_the_log_as_it_is_then() -> None:
     seen = heartbeat.read_heartbeat(store, "north")
     assert seen == msgspec.structs.replace(beat_of(2), log_id="log", last_slot=9, log_ended=True)
     await stop(beating)
+
+
+async def test_a_beat_tells_which_requirements_of_manifests_are_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, clock = memory_store.MemoryStore(), VirtualClock()
+    beating = await start(store, clock, lambda: heartbeat.LogState("log", 7))
+    seen = heartbeat.read_heartbeat(store, "north")
+    assert seen is not None
+    assert seen.features == tuple(sorted(requirements.KNOWN)) == (), "none is met before all of it is built"
+    monkeypatch.setattr(requirements, "KNOWN", frozenset({"b", "a"}))
+    await clock.advance(3.0)
+    seen = heartbeat.read_heartbeat(store, "north")
+    assert seen is not None
+    assert seen.features == ("a", "b")
+    await stop(beating)
+
+
+def test_an_older_daemon_reports_that_it_meets_no_requirement() -> None:
+    store = memory_store.MemoryStore()
+    older = {"daemon_id": "north", "address": "north:1", "shards": [], "instance": "i", "sequence": 1}
+    store.put(names.daemon_key("north"), msgspec.json.encode(older))
+    seen = heartbeat.read_heartbeat(store, "north")
+    assert seen is not None
+    assert seen.features == ()
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"daemon_id": "north"}', b"\xff"])

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from daemon.group_commit.daemon_log import OwnLogEnd
-from daemon.shard.range_operations import ClaimShard, GiveBack, NeedLess, Release, WriteCheckpoint
+from daemon.shard.range_operations import (
+    ClaimShard,
+    GiveBack,
+    NeedLess,
+    Release,
+    RequireOfShard,
+    WriteCheckpoint,
+)
 from storage_backends import commit, log_fence
 from storage_backends.formats.log_slot_format import Head, Heads, LogSlotKind
 from storage_backends.formats.manifest import CheckpointCut, LogRange, ObjectReference, ShardManifest
@@ -221,6 +228,20 @@ def test_an_idle_shard_needs_nothing_of_the_log_that_grows() -> None:
     assert made.ranges == (range_of(FORMER, 3, (40, None), (21, None)),)
     assert less.landed(made)
     assert not less.landed(idle)
+
+
+def test_what_is_required_of_readers_is_added_once_and_stays() -> None:
+    requires = RequireOfShard(requirement="schedule_ids", epoch=3)
+    assert requires.precondition(None) == "nobody ever owned the shard"
+    assert requires.precondition(dataclasses.replace(OWNED, epoch=4)) == "the epoch is 4, not 3"
+    assert requires.precondition(OWNED) is None
+    assert not requires.landed(OWNED)
+    made = RequireOfShard(requirement="more", epoch=3).apply(requires.apply(requires.apply(OWNED)))
+    assert made.requires == ("more", "schedule_ids")
+    assert requires.landed(made)
+    assert dataclasses.replace(made, requires=()) == OWNED
+    for later in (checkpoint(cut(13)), claim(), release()):
+        assert later.apply(made).requires == made.requires
 
 
 # ---- leaving

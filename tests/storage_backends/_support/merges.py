@@ -94,6 +94,7 @@ class Buckets:
             ),
             bucket=written,
             dropped_hash=made.dropped_hash,
+            dropped_id_hash=made.dropped_id_hash,
             incarnation=tip.incarnation,
             progress_of=inline_progress,
             delete_after_ms=DELETE_AFTER_MS,

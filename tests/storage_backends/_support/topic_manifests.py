@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from storage_backends import commit
-from storage_backends.formats import names
+from storage_backends.formats import names, requirements
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import (
     BucketProgress,
@@ -25,6 +25,7 @@ from storage_backends.topic_manifest import (
     DeleteTopic,
     DropBuckets,
     Quarantine,
+    RequireOfTopic,
     Seal,
     SetDelayLevels,
     SetPolicy,
@@ -110,6 +111,7 @@ SUBSCRIPTIONS = SetSubscriptions(
 QUARANTINE = Quarantine(bucket="b1", damage="segment 3 is damaged", slot=ShardSlot(APPLIED + 3), epoch=EPOCH)
 POLICY = SetPolicy(policy=TopicPolicy(delay_max_ms=9, compatible_form=False), epoch=EPOCH)
 LEVELS = SetDelayLevels(levels=TopicDelayLevels(table="1s 5s", clamp=False), epoch=EPOCH)
+REQUIREMENT = RequireOfTopic(requirement=requirements.SCHEDULE_IDS, epoch=EPOCH)
 DELETE = DeleteTopic(slot=ShardSlot(APPLIED + 7), epoch=EPOCH, delete_after_ms=DELETE_AFTER_MS)
 
 

@@ -1,4 +1,4 @@
-"""Objects of version 1 that a former build wrote: this build must read the same values from them.
+"""Objects of each version that a former build wrote: this build must read the same values from them.
 
 A new version adds files; those that are here never change. Running this file as a module (`python -m`) writes the
 missing ones.
@@ -26,7 +26,7 @@ from storage_backends.formats import (
 )
 from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, ShardSlot, Writer
 from storage_backends.formats.manifest import LogForm
-from storage_backends.formats.row_columns import Rows
+from storage_backends.formats.row_columns import Rows, id_hash
 from storage_backends.formats.segment import SegmentLimits
 from tests.storage_backends._support.log_slots import LOG_ID, OTHER_LOG_ID
 from tests.storage_backends.formats._support import deletion_examples, examples
@@ -44,6 +44,12 @@ def golden_rows() -> Rows:
         number * np.uint64(3) % np.uint64(80) + number // np.uint64(80) * np.uint64(1000),
         (number * np.uint64(2_654_435_761) % np.uint64(1 << 32)).astype(np.uint32),
     )
+
+
+def golden_rows_with_ids() -> Rows:
+    """The same rows; three of four have a schedule id."""
+    listed = [f"order-{number}/\u20ac".encode() if number % 4 else b"" for number in range(COUNT)]
+    return dataclasses.replace(golden_rows(), schedule_ids=examples.ids_of(listed))
 
 
 def golden_positions(count: int) -> tuple[position_bitmap.PositionBitmap, ...]:
@@ -356,7 +362,56 @@ def golden_limits() -> manifest.TopicManifest:
     )
 
 
+def golden_bucket_with_ids() -> bytes:
+    limits = SegmentLimits(time_step_ms=10_000, rows_max=50, rows_min=10)
+    rows = golden_rows_with_ids().sorted_by_due()
+    return bucket_format.encode_bucket(rows, topic="orders", subscription_id=0, limits=limits, compatible=False).body
+
+
+def golden_records_with_ids() -> tuple[slot_format.Record, ...]:
+    rows = golden_rows_with_ids()
+    return (*examples.redelivery_records(rows)[:-1], slot_format.RescheduleRecord("id", 1, 0, rows))
+
+
+def golden_slot_with_ids() -> bytes:
+    records = golden_records_with_ids()
+    return slot_format.encode_slot(slot_format.SlotHeader(3, 4, ShardSlot(5), len(records)), records)
+
+
+def golden_checkpoint_with_ids() -> bytes:
+    rows = golden_rows_with_ids()
+    part = checkpoint_format.TopicPart(
+        "id",
+        "orders",
+        1,
+        rows,
+        (checkpoint_format.SealingPart("b", ShardSlot(4), rows.take(slice(0, 50))),),
+        examples.redelivery_progress(rows),
+        ShardSlot(5),
+        (checkpoint_format.CarriedSlot(ShardSlot(6), golden_records_with_ids()),),
+        (checkpoint_format.OwnRows(2, rows.take(slice(50, COUNT))),),
+    )
+    return checkpoint_format.encode_checkpoint(checkpoint_format.Checkpoint(3, 4, ShardSlot(7), (part,)))
+
+
+def golden_topic_manifest_with_ids() -> manifest.TopicManifest:
+    before = golden_topic_manifest()
+    live = dataclasses.replace(before.live[0], id_rows=90, id_hash_low=13, id_hash_high=14)
+    progress = examples.redelivery_progress(golden_rows_with_ids())
+    return dataclasses.replace(before, live=(live,), progress=progress, requires=("schedule_ids",))
+
+
+def golden_shard_manifest_with_ids() -> manifest.ShardManifest:
+    return dataclasses.replace(golden_shard_manifest(), requires=("schedule_ids",))
+
+
 OBJECTS: dict[str, Callable[[], bytes]] = {
+    "bucket-ids-2.bin": golden_bucket_with_ids,
+    "slot-ids-2.bin": golden_slot_with_ids,
+    "checkpoint-ids-2.bin": golden_checkpoint_with_ids,
+    "progress-ids-2.bin": lambda: manifest.encode_progress(examples.redelivery_progress(golden_rows_with_ids())),
+    "topic-manifest-ids-2.bin": lambda: manifest.encode_topic_manifest(golden_topic_manifest_with_ids()),
+    "shard-manifest-ids-2.bin": lambda: manifest.encode_shard_manifest(golden_shard_manifest_with_ids()),
     "bucket-columnar-1.bin": lambda: golden_bucket(compatible=False),
     "bucket-compatible-1.bin": lambda: golden_bucket(compatible=True),
     "bucket-merged-1.bin": golden_merged_bucket,
@@ -546,6 +601,59 @@ def test_deletions_in_a_checkpoint_of_version_1_are_read() -> None:
 def test_what_was_written_before_there_were_deletions_says_nothing_of_them() -> None:
     assert slot_format.read_slot(stored("slot-1.bin")).deletions == ()
     assert checkpoint_format.decode_checkpoint(stored("checkpoint-1.bin")).deletions is None
+
+
+def test_a_bucket_with_ids_of_version_2_is_read() -> None:
+    metadata, rows = bucket_format.decode_bucket(stored("bucket-ids-2.bin"))
+    expected = golden_rows_with_ids().sorted_by_due()
+    assert examples.tuples(rows) == examples.tuples(expected)
+    assert (metadata.id_hash_low, metadata.id_hash_high) == id_hash(expected)
+    has_id = [row[-1] != b"" for row in examples.tuples(expected)]
+    assert metadata.id_positions == position_bitmap.position_bitmaps(rows.ledger_id[has_id], rows.entry_id[has_id])
+
+
+def test_a_slot_with_ids_of_version_2_is_read() -> None:
+    _, records = slot_format.decode_slot(stored("slot-ids-2.bin"))
+    assert [examples.plain(each) for each in records] == [examples.plain(each) for each in golden_records_with_ids()]
+
+
+def test_a_checkpoint_with_ids_of_version_2_is_read() -> None:
+    rows = golden_rows_with_ids()
+    (part,) = checkpoint_format.decode_checkpoint(stored("checkpoint-ids-2.bin")).topics
+    assert examples.tuples(part.mutable_rows) == examples.tuples(rows)
+    assert examples.tuples(part.sealing[0].rows) == examples.tuples(rows.take(slice(0, 50)))
+    assert examples.tuples(part.own_rows[0].rows) == examples.tuples(rows.take(slice(50, COUNT)))
+    (carried,) = part.carried
+    records = [each.decoded() for each in carried.records if isinstance(each, slot_format.StoredRecord)]
+    assert [examples.plain(each) for each in records] == [examples.plain(each) for each in golden_records_with_ids()]
+    assert_ids_of(part.progress)
+
+
+def test_manifests_and_progress_with_ids_of_version_2_are_read() -> None:
+    assert manifest.decode_shard_manifest(stored("shard-manifest-ids-2.bin")) == golden_shard_manifest_with_ids()
+    found = manifest.decode_topic_manifest(stored("topic-manifest-ids-2.bin"))
+    expected = golden_topic_manifest_with_ids()
+    assert dataclasses.replace(found, progress=None) == dataclasses.replace(expected, progress=None)
+    assert found.progress is not None
+    assert_ids_of(found.progress)
+    assert_ids_of(manifest.decode_progress(stored("progress-ids-2.bin")))
+
+
+def assert_ids_of(progress: manifest.Progress) -> None:
+    (of_subscription,) = progress.redeliveries
+    rows, _ = redelivery_columns.decode_nacked(of_subscription.nacked[0])
+    assert examples.tuples(rows) == examples.tuples(golden_rows_with_ids())
+    assert of_subscription.dead_letters is not None
+    letters = redelivery_columns.decode_dead_letters(of_subscription.dead_letters)
+    expected = golden_rows_with_ids().schedule_ids
+    assert letters.schedule_ids is not None
+    assert expected is not None
+    assert letters.schedule_ids.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_the_version_that_its_name_says_is_that_of_the_object(name: str) -> None:
+    assert stored(name)[4] == int(name.removesuffix(".bin").rpartition("-")[2])
 
 
 def test_nothing_else_is_stored_there() -> None:

@@ -20,7 +20,7 @@ from storage_backends.formats.manifest import (
 )
 from storage_backends.formats.merge import Merged, NotConserved, Source
 from storage_backends.formats.position_bitmap import PositionBitmap, PositionSet
-from storage_backends.formats.row_columns import Rows, row_hash
+from storage_backends.formats.row_columns import Rows, id_hash, row_hash
 from storage_backends.formats.segment import SegmentLimits
 from tests._support import parts, state_machines
 from tests.storage_backends.formats._support import examples
@@ -85,6 +85,36 @@ def distinct(rows: Rows) -> Rows:
     return rows.take(np.sort(first))
 
 
+def with_ids(rows: Rows, *ids: bytes) -> Rows:
+    return dataclasses.replace(rows, schedule_ids=examples.ids_of(list(ids)))
+
+
+def test_a_merge_keeps_each_id_with_its_row_and_drops_the_ids_of_rows_that_are_gone() -> None:
+    first = with_ids(rows_at((1, 1), (1, 2), (1, 3)), b"one", b"", b"three")
+    sources = [source_of("a", first), source_of("b", rows_at((2, 1), (2, 2), due_ms=100))]
+    made = merged(sources, gone(a=[(1, 3)]), compatible=True)
+    assert {row[1:3]: row[-1] for row in examples.tuples(made.rows)} == {
+        (1, 1): b"one",
+        (1, 2): b"",
+        (2, 1): b"",
+        (2, 2): b"",
+    }
+    assert made.dropped_id_hash == id_hash(first.take(slice(2, 3)))
+    assert made.encoded is not None
+    assert (made.encoded.id_rows, made.encoded.body[4]) == (1, 2)
+    _, read = bucket_format.decode_bucket(made.encoded.body)
+    assert examples.tuples(read) == examples.tuples(made.rows)
+
+
+def test_a_merge_that_would_lose_or_exchange_ids_is_refused() -> None:
+    rows = rows_at((1, 1), (1, 2))
+    right = source_of("a", with_ids(rows, b"one", b"two"))
+    for others in ((b"two", b"one"), (b"one", b""), (b"", b"")):
+        wrong = dataclasses.replace(right, rows=with_ids(rows, *others))
+        with pytest.raises(NotConserved, match="the schedule ids of the sources have hash"):
+            merged([wrong, source_of("b", rows_at((2, 1)))], Progress())
+
+
 @settings(max_examples=parts.examples(150))
 @given(examples.rows(min_size=1), st.data())
 def test_what_goes_into_a_merge_is_what_comes_out_and_what_is_dropped_together(rows: Rows, data: st.DataObject) -> None:
@@ -107,6 +137,7 @@ def test_what_goes_into_a_merge_is_what_comes_out_and_what_is_dropped_together(r
         source.name: {row[1:3] for row in examples.tuples(left[source.name])} for source in sources
     }
     assert made.dropped_hash == row_hash(rows.take(leaves))
+    assert made.dropped_id_hash == id_hash(rows.take(leaves))
     assert {each.source: plain(each.positions) for each in made.kept} == {
         name: remaining
         for name in parts

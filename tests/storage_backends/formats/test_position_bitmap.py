@@ -25,7 +25,7 @@ def test_bitmaps_hold_exactly_the_positions_ascending(rows: Rows) -> None:
 @given(examples.rows())
 def test_there_is_one_bitmap_for_each_ledger_and_page(rows: Rows) -> None:
     bitmaps = position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id)
-    expected = sorted({(ledger, entry >> 32) for _, ledger, entry, _ in examples.tuples(rows)})
+    expected = sorted({(ledger, entry >> 32) for _, ledger, entry, *_ in examples.tuples(rows)})
     assert [(bitmap.ledger_id, bitmap.page) for bitmap in bitmaps] == expected
 
 

@@ -43,11 +43,17 @@ def dead_letters(draw: st.DrawFn) -> DeadLetterColumns:
         np.array(reasons, np.uint8),
         np.array(text_index, np.uint32),
         tuple(texts),
+        draw(examples.id_columns(count)) if draw(st.booleans()) else None,
     )
 
 
 def plain(letters: DeadLetterColumns) -> list[object]:
-    return [each if isinstance(each, tuple) else (each.dtype, each.tolist()) for each in letters]
+    columns: list[Any] = list(letters[:-1])
+    ids = letters.schedule_ids
+    return [
+        *(each if isinstance(each, tuple) else (each.dtype, each.tolist()) for each in columns),
+        ids.tolist() if ids else None,
+    ]
 
 
 @given(nacked(), examples.u64)
@@ -91,7 +97,7 @@ def some_dead_letters() -> manifest.DeadLetters:
 
 
 NACKED_COLUMNS = ("deliver_at_ms", "ledger_id", "entry_id", "key_hash", "redeliver_at_ms")
-DEAD_LETTER_COLUMNS = tuple(name for name in DeadLetterColumns._fields if name != "texts")
+DEAD_LETTER_COLUMNS = tuple(name for name in DeadLetterColumns._fields if name not in ("texts", "schedule_ids"))
 
 
 @pytest.mark.parametrize("name", NACKED_COLUMNS)
@@ -109,6 +115,21 @@ def test_a_damaged_column_of_dead_letters_is_named(name: str) -> None:
     damaged = dataclasses.replace(letters, **changes)
     with pytest.raises(format_errors.FormatError, match=f"^dead letters {name} is damaged"):
         redelivery_columns.decode_dead_letters(damaged)
+
+
+def test_damaged_schedule_ids_are_named() -> None:
+    rows = examples.random_delays(40)
+    rows = dataclasses.replace(rows, schedule_ids=examples.ids_of([b"order-%d" % number for number in range(40)]))
+    part = redelivery_columns.encode_nacked(0, rows, rows.deliver_at_ms, segment.compressor())
+    letters = dataclasses.replace(some_dead_letters(), schedule_ids=part.schedule_ids)
+    redelivery_columns.decode_dead_letters(letters)
+    assert part.schedule_ids is not None
+    for damage in ({"lengths": part.schedule_ids.lengths[:-1]}, {"ids": part.schedule_ids.ids[:-1]}):
+        ids = dataclasses.replace(part.schedule_ids, **damage)
+        with pytest.raises(format_errors.FormatError, match=r"^nacked rows schedule_ids"):
+            redelivery_columns.decode_nacked(dataclasses.replace(part, schedule_ids=ids))
+        with pytest.raises(format_errors.FormatError, match=r"^dead letters schedule_ids"):
+            redelivery_columns.decode_dead_letters(dataclasses.replace(letters, schedule_ids=ids))
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,14 @@ def test_position_order_means_that_ledger_and_entry_never_fall(rows: Rows) -> No
 
 
 @given(st.lists(examples.rows(max_size=8), max_size=5))
-def test_concat_keeps_all_rows_in_order_and_fills_missing_key_hashes_with_zero(parts: list[Rows]) -> None:
+def test_concat_keeps_all_rows_in_order_and_fills_missing_key_hashes_and_ids_with_nothing(parts: list[Rows]) -> None:
     together = Rows.concat(parts)
     expected = [row for part in parts for row in examples.tuples(part)]
     if any(len(part) and part.key_hash is not None for part in parts):
-        expected = [(*row[:3], row[3] or 0) for row in expected]
-    assert examples.tuples(together) == [row if together.key_hash is not None else (*row[:3], None) for row in expected]
+        expected = [(*row[:3], row[3] or 0, *row[4:]) for row in expected]
+    if any(part.has_ids for part in parts):
+        expected = [row if len(row) == 5 else (*row, b"") for row in expected]
+    assert examples.tuples(together) == expected
 
 
 def test_take_accepts_an_index_a_mask_and_a_slice() -> None:

@@ -56,19 +56,22 @@ def waive(topic_id: str, incarnation: int, subscription_id: int, rows: Rows) -> 
 
 indexes = st.sampled_from([index_ids.SHARED, 2, index_ids.batch_parts_of(2)])
 some_rows = examples.rows(max_size=6)
+positions_alone = examples.rows(max_size=6, keyed=False, with_ids=False)
 
 
 @st.composite
 def acknowledgements(draw: st.DrawFn) -> AcknowledgeRecord:
-    return AcknowledgeRecord(draw(topics), draw(small), 2, draw(examples.rows(max_size=6, keyed=False)), draw(indexes))
+    return AcknowledgeRecord(draw(topics), draw(small), 2, draw(positions_alone), draw(indexes))
 
 
 @st.composite
 def nacks(draw: st.DrawFn) -> NackRecord:
-    rows = draw(some_rows)
+    rows, added = draw(some_rows), draw(st.booleans())
+    if not added:
+        rows = dataclasses.replace(rows, schedule_ids=None)
     counts = draw(examples.u32_column(len(rows)))
     times = draw(examples.u64_column(len(rows)))
-    return NackRecord(draw(topics), draw(small), 2, draw(indexes), rows, times, counts, draw(st.booleans()))
+    return NackRecord(draw(topics), draw(small), 2, draw(indexes), rows, times, counts, added)
 
 
 @st.composite

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 from hypothesis import strategies as st
 
 from storage_backends.formats import index_ids, manifest, position_bitmap, redelivery_columns, segment, slot_format
 from storage_backends.formats.record_columns import COLUMNS
 from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.schedule_ids import ScheduleIds
 
 U64_MAX = (1 << 64) - 1
 NOON_MS = 1_700_000_000_000
@@ -38,8 +42,10 @@ def u32_column(draw: st.DrawFn, size: int) -> U32:
 
 
 @st.composite
-def rows(draw: st.DrawFn, *, min_size: int = 0, max_size: int = 60, keyed: bool | None = None) -> Rows:
-    """Rows of any values; with key hashes, without, or as it comes."""
+def rows(
+    draw: st.DrawFn, *, min_size: int = 0, max_size: int = 60, keyed: bool | None = None, with_ids: bool | None = None
+) -> Rows:
+    """Rows of any values; with key hashes and schedule ids, without, or as it comes."""
     drawn = draw(st.lists(st.tuples(times_ms, ledgers, entries), min_size=min_size, max_size=max_size))
     key_hash = None
     if draw(st.booleans()) if keyed is None else keyed:
@@ -50,13 +56,29 @@ def rows(draw: st.DrawFn, *, min_size: int = 0, max_size: int = 60, keyed: bool 
         column([ledger for _, ledger, _ in drawn]),
         column([entry for _, _, entry in drawn]),
         key_hash,
+        draw(id_columns(len(drawn))) if (draw(st.booleans()) if with_ids is None else with_ids) else None,
     )
 
 
-def tuples(some: Rows) -> list[tuple[int, int, int, int | None]]:
-    """The rows one by one: (deliver_at_ms, ledger_id, entry_id, key_hash)."""
+def ids_of(each: list[bytes]) -> ScheduleIds:
+    """A column of these ids in one piece; empty bytes stand for none."""
+    return ScheduleIds.of_piece(column(list(map(len, each))), b"".join(each))
+
+
+@st.composite
+def id_columns(draw: st.DrawFn, size: int) -> ScheduleIds:
+    """Ids of so many rows, none for some of them."""
+    texts = st.text(st.characters(codec="utf-8"), max_size=40) | st.sampled_from(["", "order-4711", "\u20ac" * 85])
+    return ids_of([text.encode() for text in draw(st.lists(texts, min_size=size, max_size=size))])
+
+
+def tuples(some: Rows) -> list[tuple[Any, ...]]:
+    """The rows one by one: (deliver_at_ms, ledger_id, entry_id, key_hash), and the schedule id if any row has one."""
     hashes = [None] * len(some) if some.key_hash is None else some.key_hash.tolist()
-    return list(zip(some.deliver_at_ms.tolist(), some.ledger_id.tolist(), some.entry_id.tolist(), hashes, strict=True))
+    columns = [some.deliver_at_ms.tolist(), some.ledger_id.tolist(), some.entry_id.tolist(), hashes]
+    if some.schedule_ids:
+        columns.append(some.schedule_ids.tolist())
+    return list(zip(*columns, strict=True))
 
 
 def plain(record: slot_format.Record) -> tuple[object, ...]:
@@ -79,11 +101,12 @@ def redelivery_records(some: Rows) -> tuple[slot_format.Record, ...]:
     same positions as batch parts.
     """
     count, parts = len(some), index_ids.batch_parts_of(2)
+    known = dataclasses.replace(some, schedule_ids=None)
     counts = np.arange(1, count + 1, dtype=np.uint32)
     return (
         slot_format.AddRecord("id", 1, 0, some, 18),
         slot_format.AcknowledgeRecord("id", 1, 2, Rows(some.deliver_at_ms, some.ledger_id, some.entry_id), parts),
-        slot_format.NackRecord("id", 1, 2, 0, some, some.deliver_at_ms + np.uint64(256), counts),
+        slot_format.NackRecord("id", 1, 2, 0, known, some.deliver_at_ms + np.uint64(256), counts),
         slot_format.NackRecord("id", 1, 2, parts, some, some.deliver_at_ms + np.uint64(512), counts, True),
         slot_format.DeadLetterRecord(
             "id",
@@ -120,6 +143,7 @@ def redelivery_progress(some: Rows) -> manifest.Progress:
         np.full(count, slot_format.DeadLetterReason.TOO_OFTEN, np.uint8),
         small % np.uint32(2),
         ("", "no such order"),
+        some.schedule_ids,
     )
     of_subscription = manifest.Redeliveries(
         subscription_id=2,

@@ -27,6 +27,7 @@ from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.formats.generated import bucket_pb2, checkpoint_pb2, journal_pb2, manifest_pb2
 from storage_backends.formats.manifest import Progress
 from storage_backends.formats.position_bitmap import PositionSet
+from tests.storage_backends.formats._support.known_ids import known_ids
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 _SECTION_HEAD = struct.Struct("<4sHBBIQQIQ")
@@ -53,15 +54,15 @@ def _framed(name: str, message: protobuf.Message, read: Callable[[bytes], object
 
 
 def _section(name: str) -> Kind:
-    message = journal_pb2.Slot()
-    message.ParseFromString((GOLDEN / name).read_bytes()[slot_format.HEADER_BYTES :])
-    return Kind(message, _sealed_section, _read_section)
+    message, stored = journal_pb2.Slot(), (GOLDEN / name).read_bytes()
+    message.ParseFromString(stored[slot_format.HEADER_BYTES :])
+    return Kind(message, lambda made: _sealed_section(made, stored[4]), _read_section)
 
 
-def _sealed_section(made: Any) -> bytes:
+def _sealed_section(made: Any, version: int) -> bytes:
     payload: bytes = made.SerializePartialToString()
     records = len(made.records) + len(made.deletions)
-    head = _SECTION_HEAD.pack(slot_format.MAGIC, 1, 1, 0, 3, 4, 5, records, len(payload))
+    head = _SECTION_HEAD.pack(slot_format.MAGIC, version, 1, 0, 3, 4, 5, records, len(payload))
     return head + framing.crc32c(head, payload).to_bytes(4, "little") + payload
 
 
@@ -100,9 +101,9 @@ def _read_progress(progress: Progress) -> None:
 
 def _part_of_bucket(name: str, number: int, message: Any, read: Callable[[bytes, SegmentInfo], object]) -> Kind:
     body = (GOLDEN / name).read_bytes()
-    table = bucket_format.decode_table(
-        body[(found := bucket_format.decode_footer(body[-32:], len(body))).offset : -32], found
-    )
+    with known_ids():
+        found = bucket_format.decode_footer(body[-32:], len(body))
+    table = bucket_format.decode_table(body[found.offset : -32], found)
     info = table.segments[number - 1] if number else table.metadata
     message.ParseFromString(body[info.offset + _ENTRY.size : info.offset + info.length])
 
@@ -125,6 +126,7 @@ def _read_metadata(data: bytes, info: SegmentInfo) -> None:
     PositionSet.of(metadata.positions)
     for each in metadata.kept:
         PositionSet.of(each.positions)
+    PositionSet.of(metadata.id_positions)
 
 
 KINDS = {
@@ -146,6 +148,16 @@ KINDS = {
     "section of deletions": _section("slot-deletions-1.bin"),
     "metadata": _part_of_bucket("bucket-merged-1.bin", 0, bucket_pb2.SnapshotMetadata(), _read_metadata),
     "segment": _part_of_bucket("bucket-columnar-1.bin", 1, bucket_pb2.SnapshotSegment(), bucket_format.decode_segment),
+    "metadata with ids": _part_of_bucket("bucket-ids-2.bin", 0, bucket_pb2.SnapshotMetadata(), _read_metadata),
+    "segment with ids": _part_of_bucket(
+        "bucket-ids-2.bin", 1, bucket_pb2.SnapshotSegment(), bucket_format.decode_segment
+    ),
+    "section with ids": _section("slot-ids-2.bin"),
+    "checkpoint with ids": _framed("checkpoint-ids-2.bin", checkpoint_pb2.Checkpoint(), _read_checkpoint),
+    "shard manifest with ids": _framed(
+        "shard-manifest-ids-2.bin", manifest_pb2.ShardManifest(), manifest.decode_shard_manifest
+    ),
+    "topic manifest with ids": _framed("topic-manifest-ids-2.bin", manifest_pb2.TopicManifest(), _read_topic_manifest),
     "compatible segment": _part_of_bucket(
         "bucket-compatible-1.bin", 1, bucket_pb2.SnapshotSegment(), bucket_format.decode_segment
     ),
