@@ -115,12 +115,5 @@ class Corruption(TarryError):
         self.wrote_nothing = wrote_nothing
 
 
-class NewerData(Corruption):
-    """Stored data that may be whole, but that only a newer release reads; the message names the object.
-
-    It refuses its topic or shard. Nothing is quarantined or recorded as lost.
-    """
-
-
 class InvariantViolated(TarryError):
     """A bug of the daemon."""

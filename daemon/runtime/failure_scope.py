@@ -67,6 +67,13 @@ class ShardLost(Unavailable):
         return self
 
 
+class NewerData(Corruption):
+    """Stored data that may be whole, but that only a newer release reads; the message names the object.
+
+    It refuses its topic or shard. Nothing is quarantined or recorded as lost.
+    """
+
+
 class ProcessFailed(TarryError):
     """The end of a task that serves every topic: nothing here can be relied on."""
 

@@ -19,11 +19,11 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from daemon.core.deletions.ledger_deletions import DeletionCut
-from daemon.errors import Corruption, NewerData
+from daemon.errors import Corruption
 from daemon.group_commit.daemon_log import DaemonLog
 from daemon.group_commit.shard_slots import ShardSlots
 from daemon.runtime.environment import Environment
-from daemon.runtime.failure_scope import TopicFailed
+from daemon.runtime.failure_scope import NewerData, TopicFailed
 from daemon.shard import range_operations
 from daemon.shard.range_operations import KnownTip, NeedLess, WriteCheckpoint
 from daemon.shard.recovery import ShardClaim

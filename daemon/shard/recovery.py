@@ -33,7 +33,8 @@ from daemon.core.index import entitlement
 from daemon.core.index.bucket import GoneSet, QuarantinedBucket, SealedBucket
 from daemon.core.index.index import Index
 from daemon.core.index.position_keys import KeyedRows, PageTable, bitmap_of, contained, pages_of
-from daemon.errors import Corruption, InvariantViolated, NewerData
+from daemon.errors import Corruption, InvariantViolated
+from daemon.runtime.failure_scope import NewerData
 from daemon.topic import bucket_reads, stored_topic
 from daemon.topic.stored_topic import PropertiesById
 from storage_backends import checkpoints, commit, object_store

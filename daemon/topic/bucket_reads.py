@@ -19,9 +19,10 @@ from typing import Literal
 from daemon.core.decisions.topic_state import TopicState
 from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.segments import SegmentRange
-from daemon.errors import Corruption, NewerData
+from daemon.errors import Corruption
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
+from daemon.runtime.failure_scope import NewerData
 from storage_backends import bucket_merging, bucket_reading, object_store
 from storage_backends.formats import bucket_format, merge
 from storage_backends.formats.manifest import LiveBucket

@@ -29,10 +29,11 @@ from daemon.core.index.bucket import SealedBucket
 from daemon.core.index.index import Index
 from daemon.core.index.merging import MergeCandidate, MergedBucket
 from daemon.core.index.position_keys import KeyedRows
-from daemon.errors import Corruption, InvariantViolated, NewerData, OutcomeUnknown, Unavailable
+from daemon.errors import Corruption, InvariantViolated, OutcomeUnknown, Unavailable
 from daemon.metrics import MergeOutcome
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
+from daemon.runtime.failure_scope import NewerData
 from daemon.topic import bucket_reads, stored_topic, topic_manifests
 from daemon.topic.topic_manifests import TopicManifests
 from daemon.topic.topic_port import TopicPort

@@ -41,8 +41,9 @@ from daemon.core.index.scan import (
     part_of,
     round_width_ms,
 )
-from daemon.errors import Corruption, InvalidArgument, NewerData, QuotaExceeded, Unavailable
+from daemon.errors import Corruption, InvalidArgument, QuotaExceeded, Unavailable
 from daemon.runtime.environment import Environment
+from daemon.runtime.failure_scope import NewerData
 from daemon.topic import bucket_reads
 from daemon.topic.served_topic import ServedTopic
 from storage_backends.formats import index_ids

@@ -269,7 +269,8 @@ def test_the_last_bucket_takes_a_progress_object_with_it_when_there_is_no_subscr
 
 
 def test_dead_letters_and_their_highest_id_outlive_the_last_bucket_and_leave_with_their_subscription() -> None:
-    columns = {field.name: b"" for field in dataclasses.fields(DeadLetters) if field.name not in ("rows", "texts")}
+    with_value = (field for field in dataclasses.fields(DeadLetters) if field.default is dataclasses.MISSING)
+    columns = {field.name: b"" for field in with_value if field.name not in ("rows", "texts")}
     letters = DeadLetters(rows=0, **columns)  # type: ignore[arg-type]
     nacked = NackedRows(index_id=0, rows=0, deliver_at_ms=b"", ledger_id=b"", entry_id=b"", redeliver_at_ms=b"")
     kept = (

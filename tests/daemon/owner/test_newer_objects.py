@@ -11,8 +11,9 @@ import hashlib
 import numpy as np
 import pytest
 
-from daemon.errors import Corruption, NewerData
+from daemon.errors import Corruption
 from daemon.owner import engine
+from daemon.runtime.failure_scope import NewerData
 from daemon.shard import topic_loading
 from storage_backends import topic_manifest
 from storage_backends.formats import bucket_format, checkpoint_format, manifest, names, segment
