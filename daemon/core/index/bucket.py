@@ -293,14 +293,18 @@ class QuarantinedBucket(Bucket):
             return super().remove(keys)
         hit = self.missing(keys)
         if hit and self.gone is not None:
-            fresh_pages = pages_of(hit) - self.pages
-            self._pages.hold(fresh_pages)
-            self.pages |= fresh_pages
+            self.hold(hit)
             self.gone.add(hit)
         # Even if none is missing any longer: acknowledgements here say nothing of a row that was added since.
         for acknowledged in self.acknowledged.values():
             acknowledged -= keys
         return hit, 0
+
+    def hold(self, keys: BitMap64) -> None:
+        """Hold the pages of missing positions of which something is recorded here."""
+        fresh_pages = pages_of(keys) - self.pages
+        self._pages.hold(fresh_pages)
+        self.pages |= fresh_pages
 
     def stand_in(self) -> BitMap64:
         """Return positions of its first ledger that become gone in place of unknown missing ones.

@@ -88,6 +88,7 @@ def acknowledge(index: Index, rows: KeyedRows, keys: BitMap64, by: int, entitled
     for damaged in index.quarantined.values():
         missing = damaged.missing(keys - held)
         if missing:
+            damaged.hold(missing)
             damaged.remove(missing if nobody_else else _no_longer_owed(damaged, missing, rows, by, entitled))
     return passed_rows
 
@@ -132,6 +133,7 @@ def waive(index: Index, keys: BitMap64, subscription_id: int) -> BitMap64:
     for damaged in index.quarantined.values():
         missing = damaged.missing(keys - held)
         if missing:
+            damaged.hold(missing)
             damaged.acknowledged_by(subscription_id).update(missing)
     return backlog
 

@@ -224,6 +224,20 @@ def test_what_was_acknowledged_of_a_bucket_that_nobody_can_read_says_nothing_of_
     assert {*ROWS[:2]} <= left_in(topic)
 
 
+def test_what_only_the_log_says_of_a_bucket_that_nobody_can_read_is_forgotten_when_it_is_added_again() -> None:
+    topic, name = sealed(2)
+    one = opened(topic, 1)
+    topic.acknowledge(one, all_of(handed(topic, one)))
+    topic.quarantine(name)
+    topic.store.put(name, b"no bucket")
+    topic.crash_and_recover()
+    topic.add(ROWS, NOW_MS + 9)
+    topic.take_checkpoint()
+    topic.crash_and_recover()
+    topic.delete_subscription(2, topic.gone_with(2))
+    assert left_in(topic) == {*ROWS}
+
+
 @pytest.mark.parametrize(
     ("ranges", "healed"),
     [
