@@ -44,6 +44,7 @@ from storage_backends.formats.schedule_ids import ScheduleIds
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.object_log import ObjectLogs
 from tests._support.processes import run_child
+from tests._support.topic_names import topic_of
 
 pytestmark = pytest.mark.long
 
@@ -54,19 +55,11 @@ FAR_MS = 2_000_000_000_000  # 2033
 ROWS = 20
 
 
-def topic_in(shard: int) -> str:
-    return next(
-        name for name in (f"topic-{number}" for number in range(1_000)) if names.shard_of(name, SHARDS) == shard
-    )
-
-
 # What is newer, each in a shard of its own
 UNTOUCHED, SHARD, CHECKPOINT, SECTION, TOPIC, BUCKET = range(6)
-TOPICS = {shard: topic_in(shard) for shard in range(6)}
+TOPICS = {shard: topic_of(shard, SHARDS, "topic-") for shard in range(6)}
 # Another topic of the shard whose topic is refused
-NEIGHBOUR = next(
-    name for name in (f"neighbour-{number}" for number in range(1_000)) if names.shard_of(name, SHARDS) == TOPIC
-)
+NEIGHBOUR = topic_of(TOPIC, SHARDS, "neighbour-")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,14 +20,12 @@ from storage_backends.formats import manifest, names
 from storage_backends.formats.manifest import CheckpointCut, LogRange, ShardManifest, Tombstone
 from storage_backends.local_directory import LocalDirectory
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.topic_names import topic_of_each
 
 SHARDS, SHARD = 4, 2
 SEVERAL = (f"daemon.shards={SHARDS}", "collection.interval_s=60")
 FAR_MS = 50_000_000
-TOPICS = [
-    next(name for name in (f"t{number}" for number in range(1000)) if names.shard_of(name, SHARDS) == shard)
-    for shard in range(SHARDS)
-]
+TOPICS = topic_of_each(SHARDS)
 LAST = (1 << 64) - 1
 LOOKED_S = 2 * engine.DAMAGED_LOOK_S
 

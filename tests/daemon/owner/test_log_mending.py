@@ -14,16 +14,14 @@ from storage_backends import log_fence, object_store
 from storage_backends.formats import log_slot_format, names
 from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, Writer
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.topic_names import topic_of, topic_of_each
 from tests.daemon.group_commit._support import log_owner
 from tests.daemon.group_commit._support.log_owner import owner_of
 
 SHARDS = 4
 SEVERAL = (f"daemon.shards={SHARDS}", "collection.interval_s=86400")
 FAR_MS = 500_000
-TOPICS = [
-    next(name for name in (f"t{number}" for number in range(1000)) if names.shard_of(name, SHARDS) == shard)
-    for shard in range(SHARDS)
-]
+TOPICS = topic_of_each(SHARDS)
 
 
 async def with_rows(machines: EngineFixture) -> str:
@@ -237,7 +235,7 @@ async def test_a_fence_between_what_is_written_for_a_loss_loses_nothing_that_com
 ) -> None:
     one = await machines.served_by("one", *SEVERAL)
     sealed = TOPICS[0]
-    beside = next(name for name in (f"u{number}" for number in range(1000)) if names.shard_of(name, SHARDS) == 0)
+    beside = topic_of(0, SHARDS, "u")
     await one.add(beside, 0, range(1), delay_ms=FAR_MS)
     for ledger in range(3):
         await one.add(sealed, ledger, range(1), delay_ms=FAR_MS)

@@ -13,16 +13,14 @@ from storage_backends import object_store
 from storage_backends.formats import log_slot_format, names
 from storage_backends.formats.log_slot_format import LogSlotHeader, LogSlotKind
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.topic_names import topic_of, topic_of_each
 
 SHARDS, SHARD = 4, 2
 SEVERAL = (f"daemon.shards={SHARDS}", "collection.interval_s=86400")
 FAR_MS = 50_000_000_000
-TOPICS = [
-    next(name for name in (f"t{number}" for number in range(1000)) if names.shard_of(name, SHARDS) == shard)
-    for shard in range(SHARDS)
-]
+TOPICS = topic_of_each(SHARDS)
 TOPIC = TOPICS[SHARD]
-BESIDE = next(name for name in (f"u{number}" for number in range(1000)) if names.shard_of(name, SHARDS) == SHARD)
+BESIDE = topic_of(SHARD, SHARDS, "u")
 LOOKED_S = 2 * engine.DAMAGED_LOOK_S
 
 

@@ -20,16 +20,14 @@ from storage_backends.formats import bucket_format, checkpoint_format, manifest,
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.schedule_ids import ScheduleIds
 from tests._support.engine_fixture import Daemon, EngineFixture
+from tests._support.topic_names import topic_of, topic_of_each
 
 SHARDS, SHARD = 4, 2
 SETTINGS = (f"daemon.shards={SHARDS}", "collection.interval_s=60", "journal.checkpoint_slots=2")
 FAR_MS = 50_000_000
-TOPICS = [
-    next(name for name in (f"t{number}" for number in range(1000)) if names.shard_of(name, SHARDS) == shard)
-    for shard in range(SHARDS)
-]
+TOPICS = topic_of_each(SHARDS)
 TOPIC = TOPICS[SHARD]
-NEIGHBOUR = next(name for name in (f"n{number}" for number in range(1000)) if names.shard_of(name, SHARDS) == SHARD)
+NEIGHBOUR = topic_of(SHARD, SHARDS, "n")
 LOOKED_S = 2 * max(engine.DAMAGED_LOOK_S, topic_loading.DAMAGED_LOOK_S)
 
 

@@ -13,6 +13,7 @@ from storage_backends.formats import log_slot_format, names
 from storage_backends.formats.log_slot_format import LogSlotKind
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_store import Fault
+from tests._support.topic_names import topic_of
 
 CHECKPOINTS = "/checkpoint/"
 OFTEN = ("journal.checkpoint_slots=5",)
@@ -222,10 +223,6 @@ def copied(machines: EngineFixture) -> EngineFixture:
 # ---- shards that have fallen silent
 
 
-def topic_of(shard: int) -> str:
-    return next(name for name in (f"t{number}" for number in range(100)) if names.shard_of(name, 2) == shard)
-
-
 async def collect(daemon: Daemon) -> None:
     async def whole() -> None:
         async for _ in daemon.engine.requests.collect(dry_run=False, force=False, retry_dead=False):
@@ -237,13 +234,13 @@ async def collect(daemon: Daemon) -> None:
 async def with_an_idle_shard(machines: EngineFixture) -> Daemon:
     """Shard 0 has fallen silent, and two checkpoints cover it; shard 1 is written on."""
     one = await machines.served_by("one", "daemon.shards=2", "collection.interval_s=86400")
-    await one.add(topic_of(0), 1, range(3), delay_ms=100_000_000)
+    await one.add(topic_of(0, 2), 1, range(3), delay_ms=100_000_000)
     await asyncio.sleep(IDLE_S + 1)
     for _ in range(2):
         await collect(one)
     assert machines.shard_tip(0).previous_slot == 1
     for number in range(4):
-        await one.add(topic_of(1), number, range(3), delay_ms=100_000_000)
+        await one.add(topic_of(1, 2), number, range(3), delay_ms=100_000_000)
     return one
 
 
@@ -264,8 +261,8 @@ async def test_an_idle_shard_says_that_it_needs_less_when_much_of_the_log_is_kep
     assert machines.shard_tip(0) == after, "nothing was written since"
     one.kill()
     two = await machines.served_by("one", "daemon.shards=2")
-    assert two.topic(topic_of(0)).core.index.pending_rows == 3
-    assert two.topic(topic_of(1)).core.index.pending_rows == 12
+    assert two.topic(topic_of(0, 2)).core.index.pending_rows == 3
+    assert two.topic(topic_of(1, 2)).core.index.pending_rows == 12
 
 
 async def test_an_idle_shard_says_that_it_needs_less_now_and_then_while_the_log_grows(
@@ -275,7 +272,7 @@ async def test_an_idle_shard_says_that_it_needs_less_now_and_then_while_the_log_
     one = await with_an_idle_shard(machines)
     before = machines.shard_tip(0)
     await asyncio.sleep(checkpointing.KEPT_S_MAX)
-    await one.add(topic_of(1), 9, range(3), delay_ms=100_000_000)
+    await one.add(topic_of(1, 2), 9, range(3), delay_ms=100_000_000)
     await collect(one)
     after = machines.shard_tip(0)
     assert after.ranges[-1].after > before.ranges[-1].after

@@ -17,6 +17,7 @@ from storage_backends.formats.log_slot_format import LogSlotKind
 from storage_backends.formats.manifest import LiveBucket
 from tests._support.engine_fixture import Daemon, EngineFixture, Receiver
 from tests._support.fault_store import Fault
+from tests._support.topic_names import topic_of
 
 SMALL = ("bucket.min_index_count_per_bucket=20", "bucket.rows_max=20")
 SHARDS = 4
@@ -252,22 +253,18 @@ async def test_a_crash_before_the_quarantine_is_committed_changes_nothing(machin
 # ---- shards
 
 
-def topic_of(shard: int) -> str:
-    return next(name for name in (f"t{number}" for number in range(1000)) if names.shard_of(name, SHARDS) == shard)
-
-
 async def with_a_topic_a_shard(machines: EngineFixture, *settings: str, slots: int = 4) -> None:
     one = await machines.served_by("one", *SEVERAL, *settings)
     for shard in range(SHARDS):
         for ledger_id in range(slots):
-            await one.add(topic_of(shard), ledger_id, range(3), delay_ms=FAR_MS)
+            await one.add(topic_of(shard, SHARDS), ledger_id, range(3), delay_ms=FAR_MS)
             await asyncio.sleep(0.1)
     one.kill()
 
 
 async def check_serves(daemon: Daemon, shards: Iterable[int]) -> None:
     for shard in shards:
-        assert (await daemon.add(topic_of(shard), 0, range(4), delay_ms=FAR_MS)).duplicates >= 3
+        assert (await daemon.add(topic_of(shard, SHARDS), 0, range(4), delay_ms=FAR_MS)).duplicates >= 3
 
 
 def place_of(key: str) -> tuple[str, str]:
@@ -283,7 +280,7 @@ async def check_that_only_the_shard_is_refused(machines: EngineFixture, damaged:
     others = [shard for shard in range(SHARDS) if shard != damaged]
     await check_serves(two, others)
     with pytest.raises(Corruption) as refused:
-        await two.add(topic_of(damaged), 0, range(3))
+        await two.add(topic_of(damaged, SHARDS), 0, range(3))
     for part in (f"shard {damaged}", *parts):
         assert part in str(refused.value)
     assert f"shard {damaged} is damaged" in two.engine.health.reason
@@ -304,7 +301,7 @@ async def check_that_it_is_served_again(daemon: Daemon, damaged: int) -> None:
     await check_serves(daemon, range(SHARDS))
     assert {number: daemon.shards[number].epoch for number in epochs} == epochs, "nothing else was claimed"
     assert "damaged" not in daemon.engine.health.reason
-    assert daemon.topic(topic_of(damaged)).core.index.pending_rows == 13
+    assert daemon.topic(topic_of(damaged, SHARDS)).core.index.pending_rows == 13
 
 
 async def test_a_damaged_slot_refuses_its_shard_alone_until_it_is_mended(machines: EngineFixture) -> None:
@@ -319,7 +316,7 @@ async def test_a_damaged_slot_refuses_its_shard_alone_until_it_is_mended(machine
 async def test_damage_in_the_log_that_is_written_costs_every_shard_one_short_takeover(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *SEVERAL)
     for shard in range(SHARDS):
-        await one.add(topic_of(shard), 1, range(5), 3_600_000)
+        await one.add(topic_of(shard, SHARDS), 1, range(5), 3_600_000)
     key = machines.slots_of(2)[0]
     alter(machines, key, 0.8)
     one.context.run(one.shards[2].lose, InvariantViolated("a row is waiting twice"))
@@ -332,12 +329,12 @@ async def test_damage_in_the_log_that_is_written_costs_every_shard_one_short_tak
     assert machines.keys("shards/02/") == written, "it is looked at, and not claimed again and again"
     assert {number: shard.epoch for number, shard in one.shards.items()} == epochs
     for shard in (0, 1, 3):
-        assert (await one.add(topic_of(shard), 2, range(5), 3_600_000)).accepted == 5
+        assert (await one.add(topic_of(shard, SHARDS), 2, range(5), 3_600_000)).accepted == 5
     with pytest.raises(Corruption, match=r"shard 2, .*shard slot 1"):
-        await one.add(topic_of(2), 2, range(5))
+        await one.add(topic_of(2, SHARDS), 2, range(5))
     alter(machines, key, 0.8)
     await one.until(lambda: 2 in one.shards and one.engine.loaded, timeout_s=engine.DAMAGED_LOOK_S + 1)
-    assert one.topic(topic_of(2)).core.indexes.present_rows == 5
+    assert one.topic(topic_of(2, SHARDS)).core.indexes.present_rows == 5
     assert len(machines.slots(LogSlotKind.CLOSE)) == 1
 
 
@@ -394,7 +391,7 @@ async def test_when_every_shard_is_damaged_the_daemon_serves_none_and_claims_non
 async def test_a_daemon_that_is_started_again_finds_that_slots_of_its_log_are_lost(machines: EngineFixture) -> None:
     one = await machines.served_by("one", *SEVERAL)
     for shard in range(SHARDS):
-        await one.add(topic_of(shard), 0, range(3), delay_ms=FAR_MS)
+        await one.add(topic_of(shard, SHARDS), 0, range(3), delay_ms=FAR_MS)
     await asyncio.sleep(2 * heartbeat.INTERVAL_S)
     one.kill()
     lost = machines.slots()[-1]
