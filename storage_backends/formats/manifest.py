@@ -13,7 +13,7 @@ import enum
 import hashlib
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from google.protobuf import message as protobuf
 
@@ -598,7 +598,7 @@ class ProbePass:
 
 
 _M = TypeVar("_M", bound=protobuf.Message)
-_Manifest = TypeVar("_Manifest", ShardManifest, TopicManifest)
+_MM = TypeVar("_MM", manifest_pb2.ShardManifest, manifest_pb2.TopicManifest)
 _Part = TypeVar("_Part", LiveBucket, Tombstone)
 _Mirror = TypeVar("_Mirror", RootFormat, ShardManifest, TopicManifest, Progress, Properties, DeadObject, ProbePass)
 
@@ -619,8 +619,7 @@ def encode_shard_manifest(value: ShardManifest) -> bytes:
 def decode_shard_manifest(data: bytes) -> ShardManifest:
     """Decode a shard manifest. Raises UnknownRequirement if it requires what this release does not know."""
     what = "shard manifest"
-    message = _parse(SHARD_MAGIC, manifest_pb2.ShardManifest, what, data, _MANIFESTS)
-    return _made_if_known(ShardManifest, message, what)
+    return _made(ShardManifest, _parse_manifest(SHARD_MAGIC, manifest_pb2.ShardManifest, what, data), what)
 
 
 def encode_topic_manifest(value: TopicManifest) -> bytes:
@@ -630,19 +629,11 @@ def encode_topic_manifest(value: TopicManifest) -> bytes:
 def decode_topic_manifest(data: bytes) -> TopicManifest:
     """Decode a topic manifest. Raises UnknownRequirement if it requires what this release does not know."""
     what = "topic manifest"
-    message = _parse(TOPIC_MAGIC, manifest_pb2.TopicManifest, what, data, _MANIFESTS)
-    return _made_if_known(TopicManifest, message, what)
+    return _made(TopicManifest, _parse_manifest(TOPIC_MAGIC, manifest_pb2.TopicManifest, what, data), what)
 
 
 def _version_of(requires: Sequence[str]) -> int:
     return _MANIFESTS[1] if requires else _MANIFESTS[0]
-
-
-def _made_if_known(cls: type[_Manifest], message: Any, what: str) -> _Manifest:
-    """Make a manifest, unless it requires what this release does not know."""
-    requirements.check(message.requires, what, framing.HEADER_BYTES)
-    with format_errors.reading(what, framing.HEADER_BYTES):
-        return mirror.made_from(cls, message)
 
 
 class TopicManifestDecoder:
@@ -657,8 +648,7 @@ class TopicManifestDecoder:
 
     def decode(self, data: bytes) -> TopicManifest:
         what = "topic manifest"
-        message = _parse(TOPIC_MAGIC, manifest_pb2.TopicManifest, what, data, _MANIFESTS)
-        requirements.check(message.requires, what, framing.HEADER_BYTES)
+        message = _parse_manifest(TOPIC_MAGIC, manifest_pb2.TopicManifest, what, data)
         with format_errors.reading(what, framing.HEADER_BYTES):
             live = tuple(_made_once(LiveBucket, self._live, part) for part in message.live)
             tombstones = tuple(_made_once(Tombstone, self._tombstones, part) for part in message.tombstones)
@@ -808,11 +798,21 @@ def _decode(
     data: bytes,
     versions: Sequence[int] = _ONE,
 ) -> _Mirror:
-    message = _parse(magic, message_class, what, data, versions)
-    with format_errors.reading(what, framing.HEADER_BYTES):
-        return mirror.made_from(cls, message)
+    return _made(cls, _parse(magic, message_class, what, data, versions), what)
+
+
+def _parse_manifest(magic: bytes, message_class: type[_MM], what: str, data: bytes) -> _MM:
+    """Parse a manifest, unless it requires what this release does not know."""
+    message = _parse(magic, message_class, what, data, _MANIFESTS)
+    requirements.check(message.requires, what, framing.HEADER_BYTES)
+    return message
 
 
 def _parse(magic: bytes, message_class: type[_M], what: str, data: bytes, versions: Sequence[int]) -> _M:
     payload = framing.unframe(data, magic, versions, what)
     return framing.parse(message_class, payload, what, framing.HEADER_BYTES)
+
+
+def _made(cls: type[_Mirror], message: protobuf.Message, what: str) -> _Mirror:
+    with format_errors.reading(what, framing.HEADER_BYTES):
+        return mirror.made_from(cls, message)
