@@ -99,11 +99,9 @@ def _row_flaws(metadata: BucketMetadata, rows: Rows, positions: PositionSet) -> 
     """Check rows against the metadata; `decode_bucket` has compared the hash and the number of rows."""
     if len(rows) != metadata.rows:
         yield _disagrees(f"it has {len(rows)} rows, but its metadata says {metadata.rows}")
-    if rows.schedule_ids is not None:
-        has_id = rows.schedule_ids.lengths != 0
-        with_ids = PositionSet.of(position_bitmap.position_bitmaps(rows.ledger_id[has_id], rows.entry_id[has_id]))
-        if with_ids != PositionSet.of(metadata.id_positions):
-            yield _disagrees("its metadata names other positions with schedule ids than those of its rows")
+    with_ids = PositionSet.of(bucket_format.id_positions(rows))
+    if rows.schedule_ids is not None and with_ids != PositionSet.of(metadata.id_positions):
+        yield _disagrees("its metadata names other positions with schedule ids than those of its rows")
     held = PositionSet.of(position_bitmap.position_bitmaps(rows.ledger_id, rows.entry_id))
     if len(held) != len(rows):
         yield _disagrees(f"{len(rows) - len(held)} of its positions occur twice")

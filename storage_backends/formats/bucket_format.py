@@ -257,10 +257,8 @@ def encode_bucket(
     )
     mirror.extend(metadata.positions, positions)
     mirror.extend(metadata.kept, kept)
-    if holds_ids and id_lengths is not None:
-        has_id = id_lengths != 0
-        id_positions = position_bitmap.position_bitmaps(rows.ledger_id[has_id], rows.entry_id[has_id])
-        mirror.extend(metadata.id_positions, id_positions)
+    if holds_ids:
+        mirror.extend(metadata.id_positions, id_positions(rows))
         metadata.id_hash_low, metadata.id_hash_high = id_hash(rows)
     _list_segments(metadata, parts, compatible)
     if compatible:
@@ -287,6 +285,14 @@ def encode_bucket(
         id_hash_high=metadata.id_hash_high,
         compatible=compatible,
     )
+
+
+def id_positions(rows: Rows) -> tuple[PositionBitmap, ...]:
+    """Return the positions of the rows that have a schedule id."""
+    if rows.schedule_ids is None:
+        return ()
+    has_id = rows.schedule_ids.lengths != 0
+    return position_bitmap.position_bitmaps(rows.ledger_id[has_id], rows.entry_id[has_id])
 
 
 def _list_segments(metadata: bucket_pb2.SnapshotMetadata, parts: Sequence[Rows], compatible: bool) -> None:

@@ -54,8 +54,7 @@ class _OfRows:
     @property
     def holds_ids(self) -> bool:
         """True if a row has a schedule id."""
-        ids = self.rows.schedule_ids
-        return ids is not None and bool(ids)
+        return self.rows.has_ids
 
 
 class _OfPositions:
