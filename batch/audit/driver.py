@@ -80,12 +80,15 @@ class LogPhase:
         if found:
             self._look_again(found, logs, tally)
         for beat in beats:
-            self._check_beat(beat, logs.get(beat.log_id), tally)
+            # Not what was read of it: a daemon that goes on deletes listed slots before they are read.
+            self._check_beat(beat, max(listed.get(beat.log_id, [0])), tally)
         return tally
 
-    def _check_beat(self, beat: Beat, log: ReadLog | None, tally: Tally) -> None:
-        """Check that what a daemon reported is there: its log up to a slot, and a manifest of each of its shards."""
-        highest = 0 if log is None else log.highest
+    def _check_beat(self, beat: Beat, highest: int, tally: Tally) -> None:
+        """Check that what a daemon reported is there: its log up to a slot, and a manifest of each of its shards.
+
+        `highest` is the newest slot that was listed of the log, 0 if there was none.
+        """
         if highest < beat.last_slot:
             key = names.log_slot_key(beat.log_id, beat.last_slot)
             detail = f"daemon {beat.daemon_id} reported slot {beat.last_slot}, but the log ends at slot {highest}"

@@ -99,6 +99,21 @@ def test_a_log_that_is_shorter_than_its_daemon_reported_is_found(store: MemorySt
     assert found.object == names.log_slot_key(newest.split("/")[1], names.number_of(newest) + 1)
 
 
+def test_a_log_whose_slots_are_deleted_while_it_goes_on_has_lost_none(store: MemoryStore) -> None:
+    log_id = max(keys(store, LOGS)).split("/")[1][:-1] + "Z"
+    reported, next_one = names.log_slot_key(log_id, 1), names.log_slot_key(log_id, 2)
+    store.put(reported, b"never read")
+    beat(store, log_id=log_id, last_slot=1)
+
+    def go_on(key: str) -> None:
+        if key == reported:
+            store.put(next_one, b"never listed")
+            store.delete(reported)
+
+    assert findings(audited(store, before_read=go_on)) == []
+    assert keys(store, names.log_prefix(log_id)) == [next_one]
+
+
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"daemon_id":"one","shards":[1e9],"last_slot":-1}', b"\xff" * 9])
 def test_a_heartbeat_that_makes_no_sense_is_none(store: MemoryStore, body: bytes) -> None:
     store.put(names.daemon_key("one"), body)
