@@ -63,14 +63,6 @@ def test_a_decision_takes_no_more_of_a_slot_than_was_said_before(decided: list[D
     assert size_bytes <= sum(map(deletion_format.size_max, decided))
 
 
-def test_a_ledger_that_a_change_names_alone_and_repeatedly_comes_back_once() -> None:
-    column = np.full(3, 7, np.uint64)
-    change = ChangeInUse("orders", InUseChange.RECORD, InUseLedgers(LedgerType.LEDGER, column, column, column))
-    (stored,) = slot_format.read_slot(slot_of(change)).deletions
-    assert isinstance(stored, ChangeInUse)
-    assert plain(stored.ledgers) == (LedgerType.LEDGER, ([7], [7], [7]))
-
-
 def test_the_size_of_a_decision_is_not_said_to_be_many_times_what_it_is() -> None:
     for record in deletion_examples.one_of_each_record():
         assert deletion_format.size_max(record) < 3 * (len(slot_of(record)) - len(slot_of())) + 150
