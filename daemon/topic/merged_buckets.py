@@ -493,7 +493,7 @@ class Adoption:
         while clock.elapsed_s() < until_s:
             now_ms = clock.now_ms()
             self._topic.wake(now_ms)
-            next_due_ms = self._topic.core.indexes.next_due_ms()
+            next_due_ms = self._topic.core.indexes.next_due_to_read_ms()
             # Few rows have come due since.
             if next_due_ms is None or next_due_ms > now_ms:
                 return
