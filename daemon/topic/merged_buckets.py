@@ -483,6 +483,7 @@ class Adoption:
         rows = {number: loaded[number] for number in needed}
         sources = self._topic.core.adopt(merged, rows, boundary_ms=boundary_ms)
         self._topic.changed()
+        self._topic.read_on()
         name, buckets = self._topic.core.name, len(sources)
         log.info("serves a merged bucket topic=%s rows=%d sources=%d level=%d", name, live.rows, buckets, live.level)
 

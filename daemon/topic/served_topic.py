@@ -430,6 +430,11 @@ class ServedTopic:
         self._notify_sharing()
         self._due_loop.schedule(self, self._next_wake_ms())
 
+    def read_on(self) -> None:
+        """Let subscriptions read their backlogs on, since a bucket replaced others."""
+        for served in self._listened_to:
+            served.read_on()
+
     def wake(self, now_ms: int) -> int | None:
         if self._ended is not None:
             return None

@@ -530,6 +530,30 @@ async def test_what_is_acknowledged_in_a_bucket_that_was_merged_and_deleted_is_n
     assert (await everything(one)).positions == {row[:2] for row in rows[30:]}
 
 
+async def test_a_backlog_that_passed_over_a_damaged_bucket_has_its_rows_if_that_was_merged(
+    machines: EngineFixture,
+) -> None:
+    one = await with_an_idle_backlog(machines)
+    other = MergingProcess(machines.store, hints=False)
+    sources = other.live()
+    merged = other.merge_all()
+    for source in sources:
+        one.topic("t").core.indexes.cache.discard_bucket(source.object.name)
+        body, metadata = machines.store.get_with_metadata(source.object.name)
+        machines.store.put(source.object.name, bytes(len(body)), metadata=metadata)
+    quarantining = one.pause("put_if_absent", MANIFESTS)
+    first = await one.receiver("t", "s")
+    await quarantining.reached()
+    second = await one.receiver("t", "u")
+    await asyncio.sleep(1)
+    quarantining.release()
+    await learned(one, merged)
+    await first.received(40)
+    await second.received(40)
+    assert first.positions == second.positions == BOTH
+    assert not any(live.quarantined for live in other.tip().live)
+
+
 # ---- own indexes
 
 
