@@ -483,6 +483,7 @@ class Adoption:
         rows = {number: loaded[number] for number in needed}
         sources = self._topic.core.adopt(merged, rows, boundary_ms=boundary_ms)
         self._topic.changed()
+        self._topic.read_on()
         name, buckets = self._topic.core.name, len(sources)
         log.info("serves a merged bucket topic=%s rows=%d sources=%d level=%d", name, live.rows, buckets, live.level)
 
@@ -493,7 +494,7 @@ class Adoption:
         while clock.elapsed_s() < until_s:
             now_ms = clock.now_ms()
             self._topic.wake(now_ms)
-            next_due_ms = self._topic.core.indexes.next_due_ms()
+            next_due_ms = self._topic.core.indexes.next_due_to_read_ms()
             # Few rows have come due since.
             if next_due_ms is None or next_due_ms > now_ms:
                 return

@@ -247,8 +247,8 @@ class ServedSubscription:
                 self.read_on()
             elif topic.pass_due(now_ms):
                 await asyncio.sleep(0)
-            elif wanted := topic.core.indexes.wanted_segments(now_ms):
-                await topic.load(wanted)
+            elif unread := topic.core.indexes.unread_segments(now_ms):
+                await topic.load(unread)
             else:
                 return
 

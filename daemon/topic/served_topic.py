@@ -304,8 +304,8 @@ class ServedTopic:
             if self.pass_due(now_ms):
                 # Others have their turn.
                 await asyncio.sleep(0)
-            elif wanted := self.core.indexes.wanted_segments(now_ms):
-                await self.load(wanted)
+            elif unread := self.core.indexes.unread_segments(now_ms):
+                await self.load(unread)
             else:
                 next_due_ms = self.core.indexes.next_due_ms()
                 self._settled_until_ms = now_ms if next_due_ms is None else next_due_ms
@@ -429,6 +429,11 @@ class ServedTopic:
         self._settled_until_ms = 0
         self._notify_sharing()
         self._due_loop.schedule(self, self._next_wake_ms())
+
+    def read_on(self) -> None:
+        """Let subscriptions read their backlogs on, since a bucket replaced others."""
+        for served in self._listened_to:
+            served.read_on()
 
     def wake(self, now_ms: int) -> int | None:
         if self._ended is not None:

@@ -120,6 +120,10 @@ class TopicPort(Protocol):
         """Schedule the next wake-up again, since segments were loaded or buckets changed."""
         ...
 
+    def read_on(self) -> None:
+        """Let subscriptions read their backlogs on, since a bucket replaced others."""
+        ...
+
     # ---- failure
 
     def failed(self, error: BaseException) -> None:

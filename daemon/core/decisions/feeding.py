@@ -176,7 +176,7 @@ class _Reading:
         self.needed: list[SegmentRange] = []
         self.passed_over: list[KeyedRows] = []
         self.is_at_end = False
-        self._sealed = [bucket for index in indexes for bucket in index.readable]
+        self._sealed = [bucket for index in indexes for bucket in index.expected]
         self._memory = [bucket for index in indexes for bucket in index.memory_buckets]
         self._cache = cache
         self._state = state

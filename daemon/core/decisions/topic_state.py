@@ -634,11 +634,15 @@ class TopicState:
         index = self.indexes.get(merged.live.subscription_id)
         if index is None:
             return ()
-        sources = index.sources_of(merged)
+        sources, expected = index.sources_of(merged), index.expected
+        passed_over = any(source not in expected for source in sources)
         bucket = index.adopt(merged, loaded, boundary_ms=boundary_ms)
         for state in self._served_by(index):
             for reader in state.readers:
                 reader.merged(sources, bucket)
+            if passed_over and state.is_fed:
+                # It may have read its backlog without a source, which was taken for damaged.
+                state.reader = self._reader(state, at_head=False)
         return sources
 
     # ---- the state as of a slot

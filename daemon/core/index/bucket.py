@@ -25,7 +25,7 @@ from pyroaring import BitMap, BitMap64
 
 from daemon.core.index.delay_levels import LevelRows
 from daemon.core.index.position_keys import FEW, PAGE_BITS, KeyedRows, PageTable, bitmap_of, contained, pages_of, within
-from daemon.core.index.runs import Place, SortedRun
+from daemon.core.index.runs import Place, SortedRun, earliest
 from daemon.core.index.segments import SegmentCache, SegmentCursor, SegmentTable
 from storage_backends.formats.bucket_format import SegmentInfos
 from storage_backends.formats.manifest import LiveBucket
@@ -146,6 +146,9 @@ class SealedBucket(Bucket):
 
     Rows before `head` have been passed or are in `late`. Late rows were already due when the bucket was sealed, but
     were not passed yet although later ones were.
+
+    `merged_away` is whether its object was deleted before the bucket that replaces it is served. Its rows stay here
+    until then, and are passed after that.
     """
 
     def __init__(
@@ -164,6 +167,7 @@ class SealedBucket(Bucket):
         self.table = SegmentTable(segments)
         self.head = SegmentCursor(self.name, self.table)
         self.late = SortedRun(KeyedRows.empty())
+        self.merged_away = False
         self._pages = pages
         self.pages = pages_of(present)
         pages.hold(self.pages)
@@ -179,6 +183,10 @@ class SealedBucket(Bucket):
         """An upper bound of the rows' due times (Unix ms)."""
         return self.live.max_deliver_at_ms
 
+    def next_due_ms(self) -> int | None:
+        """Return a lower bound of the due times of pending rows (Unix ms), or None without any."""
+        return earliest(self.head.next_due_ms(), self.late.next_due_ms()) if self.waiting_rows else None
+
     def settle(self, cache: SegmentCache) -> SortedRun | None:
         """Return the head's segment if it is in memory, and release segments that the head has left."""
         number = self.head.number
@@ -188,7 +196,12 @@ class SealedBucket(Bucket):
         return run
 
     def is_unread(self, cache: SegmentCache, now_ms: int) -> bool:
-        """Return whether the head stands before a segment that is due and not in memory."""
+        """Return whether the head stands before a segment that is due and not in memory.
+
+        If the bucket was merged away, returns whether any row may be due that is not passed.
+        """
+        if self.merged_away:
+            return self.first_waiting(cache, now_ms) is not None
         if not self.waiting_rows or self.settle(cache) is not None:
             return False
         following = self.head.following

@@ -76,7 +76,8 @@ class BucketCounts:
 
     `added_rows` counts rows of the mutable buckets, as `MutableBucket.added_rows`. `sealing` is the largest number of
     uncommitted seals of an index. `empty` has the sealed buckets whose rows are all gone, and `readable` those whose
-    objects can be read, by name. `in_memory` has the buckets in memory that have or had rows.
+    objects can be read, by name; `merged_away` those that wait for their merged bucket. `in_memory` has the buckets in
+    memory that have or had rows.
     """
 
     def __init__(self) -> None:
@@ -84,6 +85,7 @@ class BucketCounts:
         self.sealing = 0
         self.empty: dict[str, SealedBucket] = {}
         self.readable: dict[str, SealedBucket] = {}
+        self.merged_away: dict[str, SealedBucket] = {}
         self.in_memory: dict[int, MutableBucket] = {}
         # Index id -> mutable bucket that has rows
         self._filling: dict[int, MutableBucket] = {}
@@ -160,11 +162,14 @@ class BucketCounts:
         """Remove a sealed bucket that has left its index."""
         del self._index_of[name]
         self.readable.pop(name, None)
+        self.merged_away.pop(name, None)
         self.empty.pop(name, None)
 
-    def left_out(self, name: str) -> None:
+    def left_out(self, bucket: SealedBucket) -> None:
         """Note that the object of a sealed bucket is damaged or missing."""
-        self.readable.pop(name, None)
+        self.readable.pop(bucket.name, None)
+        if bucket.merged_away:
+            self.merged_away[bucket.name] = bucket
 
     def emptied(self, bucket: SealedBucket) -> None:
         """Note that the last row of a sealed bucket is gone."""
@@ -249,7 +254,6 @@ class Index:
         self.levels = LevelRows(self.present_among)
         self.mutable = self._new_mutable(now_ms)
         self._left_out: set[str] = set()
-        self._merged_away: set[str] = set()
         self._noted_added: list[BitMap64] = []
 
     def _new_mutable(self, now_ms: int) -> MutableBucket:
@@ -300,20 +304,21 @@ class Index:
     @property
     def expected(self) -> list[SealedBucket]:
         """The sealed buckets whose rows will be passed, by themselves or with a bucket that replaces them."""
-        damaged = self._left_out - self._merged_away
-        return [bucket for name, bucket in self.sealed.items() if name not in damaged]
+        if not self._left_out:
+            return list(self.sealed.values())
+        return [bucket for name, bucket in self.sealed.items() if bucket.merged_away or name not in self._left_out]
 
     def leave_out(self, name: str) -> None:
         """Leave out a bucket whose object is damaged: its rows stay, and the other buckets go on."""
         self._left_out.add(name)
-        self._counts.left_out(name)
+        self._counts.left_out(self.sealed[name])
 
     def leave_to_merged(self, name: str) -> None:
         """Leave out a bucket whose object was deleted before its merged bucket is served.
 
-        Its rows stay until then, and keys wait for them; all else goes on.
+        Its rows stay until then. Keys, readers and decisions about what is due wait for them; all else goes on.
         """
-        self._merged_away.add(name)
+        self.sealed[name].merged_away = True
         self.leave_out(name)
 
     # ---- membership
@@ -356,7 +361,7 @@ class Index:
         """
         found = [memory.find_passed(keys) for memory in self.memory_buckets]
         missing: list[SegmentRange] = []
-        for bucket in self.readable:
+        for bucket in self.expected:
             wanted = bitmap_of(keys) & bucket.passed
             if not wanted:
                 continue
@@ -545,7 +550,6 @@ class Index:
             if not self._of_block[block]:
                 del self._of_block[block]
         self._left_out.discard(name)
-        self._merged_away.discard(name)
         self.cache.discard_bucket(name)
         return bucket
 

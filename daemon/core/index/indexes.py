@@ -59,7 +59,8 @@ class Indexes(Mapping[int, Index]):
     """The indexes of a topic by id (`formats.index_ids`): 0 is the shared one, which always exists.
 
     `batch_parts`: those of batch parts, by their subscriptions. `readable`: the sealed buckets whose objects can be
-    read. `filled`: the buckets in memory that have or had rows.
+    read. `merged_away`: those whose rows wait for their merged bucket. `filled`: the buckets in memory that have or had
+    rows.
     `passed_until_ms`: no row that was passed has a later time. `leaving`: positions that a decision takes out before
     they are due, until it is applied: they are passed no more.
     """
@@ -78,6 +79,7 @@ class Indexes(Mapping[int, Index]):
         self.shared = self.of(SHARED)
         # Views, which follow the counts.
         self.readable: Collection[SealedBucket] = self._counts.readable.values()
+        self.merged_away: Collection[SealedBucket] = self._counts.merged_away.values()
         self.filled: Collection[MutableBucket] = self._counts.in_memory.values()
 
     def __getitem__(self, index_id: int) -> Index:
@@ -209,11 +211,12 @@ class Indexes(Mapping[int, Index]):
 
     def next_due_ms(self) -> int | None:
         """Return a lower bound of the due times of pending rows (Unix ms), or None without any."""
-        times = [self.next_due_of_memory_buckets_ms()]
-        for bucket in self.readable:
-            if bucket.waiting_rows:
-                times += [bucket.head.next_due_ms(), bucket.late.next_due_ms()]
-        return earliest(*times)
+        return earliest(self.next_due_to_read_ms(), *[bucket.next_due_ms() for bucket in self.merged_away])
+
+    def next_due_to_read_ms(self) -> int | None:
+        """Return `next_due_ms` without rows that wait for their merged bucket."""
+        times = [bucket.next_due_ms() for bucket in self.readable]
+        return earliest(self.next_due_of_memory_buckets_ms(), *times)
 
     def last_due_ms(self) -> int:
         """Return an upper bound of the due times of pending rows (Unix ms), 0 without any. See `Index.last_due_ms`."""
@@ -370,6 +373,18 @@ class Indexes(Mapping[int, Index]):
                 chosen.append(segments)
                 room_rows -= sum(info.rows for info in table.infos[segments.first : segments.last + 1])
         return chosen
+
+    def unread_segments(self, now_ms: int) -> list[SegmentRange]:
+        """Return the segments to load before every row that is due now can be passed.
+
+        Those of a bucket that was merged away stand for its merged bucket: their load ends when that is served.
+        """
+        wanted = self.wanted_segments(now_ms)
+        for bucket in self.merged_away:
+            if bucket.is_unread(self.cache, now_ms):
+                number = min(bucket.head.number, len(bucket.table) - 1)
+                wanted.append(SegmentRange(bucket.name, number, number))
+        return wanted
 
     def next_load_ms(self, ahead_ms: int, being_read: Callable[[str, int], bool]) -> int | None:
         """Return when to load the head's next segment (Unix ms): `ahead_ms` before it is due if there is room."""

@@ -13,6 +13,7 @@ import pytest
 
 from daemon.core.decisions.withdrawal_decisions import RescheduleBatch
 from daemon.owner import merge_watch
+from daemon.topic import leases
 from storage_backends import commit
 from storage_backends.formats import names
 from storage_backends.formats.manifest import LiveBucket
@@ -20,6 +21,7 @@ from storage_backends.topic_manifest import ClaimTopic
 from tests._support.engine_fixture import Daemon, EngineFixture, Held, Receiver
 from tests._support.fault_store import Fault
 from tests._support.merging_process import MergingProcess
+from tests.daemon._support import calling
 from tests.daemon._support.calling import acknowledge, trim, up_to
 
 BUCKETS = "/buckets/"
@@ -440,6 +442,115 @@ async def test_a_damaged_bucket_that_was_merged_is_not_quarantined_and_its_rows_
     assert receiver.positions == BOTH
     assert served(two) == {merged.object.name}
     assert two.engine.health.serving
+    assert not any(live.quarantined for live in other.tip().live)
+
+
+async def merged_and_deleted(daemon: Daemon, other: MergingProcess) -> Held:
+    """The daemon has no segment in memory, and its read of the merged bucket waits."""
+    for name in served(daemon):
+        daemon.topic("t").core.indexes.cache.discard_bucket(name)
+    sources = other.live()
+    merged = other.merge_all()
+    adopting = daemon.pause("get_range", merged.object.name)
+    other.collect(sources)
+    return adopting
+
+
+async def test_what_came_due_in_a_bucket_that_was_merged_and_deleted_does_not_leave_as_if_it_had_not(
+    machines: EngineFixture,
+) -> None:
+    one = await with_two_buckets(machines, *NEARLY)
+    adopting = await merged_and_deleted(one, MergingProcess(machines.store, hints=False))
+    await adopting.reached()
+    assert not one.topic("t").core.indexes.readable
+    await asyncio.sleep(1)
+    cancelling = calling.cancel(one, 1, range(3))
+    rescheduling = calling.reschedule(one, 2, range(3), 60_000)
+    await asyncio.sleep(1)
+    assert not cancelling.done()
+    assert not rescheduling.done()
+    adopting.release()
+    cancelled, rescheduled = await cancelling, await rescheduling
+    assert (cancelled.cancelled, cancelled.already_due.tolist()) == (0, [0, 1, 2])
+    assert (rescheduled.rescheduled, rescheduled.already_due.tolist()) == (0, [0, 1, 2])
+    assert (await everything(one)).positions == BOTH
+
+
+async def test_a_lease_waits_for_what_came_due_in_a_bucket_that_was_merged_and_deleted(machines: EngineFixture) -> None:
+    one = await with_two_buckets(machines, *NEARLY)
+    adopting = await merged_and_deleted(one, MergingProcess(machines.store, hints=False))
+    await adopting.reached()
+    await asyncio.sleep(1)
+    leasing = calling.get(one, max_rows=100)
+    await asyncio.sleep(leases.SETTLE_S / 2)
+    assert not leasing.done()
+    adopting.release()
+    assert len(calling.rows_of(await leasing)) == 40
+
+
+async def with_an_idle_backlog(machines: EngineFixture) -> Daemon:
+    """All rows are due, and subscription `u` has no dispatcher either."""
+    one = await with_two_buckets(machines, *NEARLY)
+    await one.call(one.engine.requests.create_subscription("t", "u"))
+    await asyncio.sleep(DUE_MS / 1_000 + 1)
+    assert one.topic("t").core.indexes.due_rows == 40
+    return one
+
+
+async def test_a_subscription_that_is_read_while_its_buckets_were_merged_and_deleted_gets_all_of_its_backlog(
+    machines: EngineFixture,
+) -> None:
+    one = await with_an_idle_backlog(machines)
+    adopting = await merged_and_deleted(one, MergingProcess(machines.store, hints=False))
+    first = await one.receiver("t", "s")
+    await adopting.reached()
+    second = await one.receiver("t", "u")
+    await one.add("t", 3, range(3), 100)
+    await asyncio.sleep(1)
+    adopting.release()
+    await first.received(43)
+    await second.received(43)
+    assert first.positions == second.positions == BOTH | positions(3, range(3))
+
+
+async def test_what_is_acknowledged_in_a_bucket_that_was_merged_and_deleted_is_not_ignored(
+    machines: EngineFixture,
+) -> None:
+    one = await with_an_idle_backlog(machines)
+    first = await one.receiver("t", "s")
+    rows = await first.received(40)
+    first.stream.close()
+    adopting = await merged_and_deleted(one, MergingProcess(machines.store, hints=False))
+    _ = await one.receiver("t", "u")
+    await adopting.reached()
+    acknowledging = acknowledge(one, rows[:30])
+    await asyncio.sleep(1)
+    adopting.release()
+    assert await acknowledging == 0
+    assert (await everything(one)).positions == {row[:2] for row in rows[30:]}
+
+
+async def test_a_backlog_that_passed_over_a_damaged_bucket_has_its_rows_if_that_was_merged(
+    machines: EngineFixture,
+) -> None:
+    one = await with_an_idle_backlog(machines)
+    other = MergingProcess(machines.store, hints=False)
+    sources = other.live()
+    merged = other.merge_all()
+    for source in sources:
+        one.topic("t").core.indexes.cache.discard_bucket(source.object.name)
+        body, metadata = machines.store.get_with_metadata(source.object.name)
+        machines.store.put(source.object.name, bytes(len(body)), metadata=metadata)
+    quarantining = one.pause("put_if_absent", MANIFESTS)
+    first = await one.receiver("t", "s")
+    await quarantining.reached()
+    second = await one.receiver("t", "u")
+    await asyncio.sleep(1)
+    quarantining.release()
+    await learned(one, merged)
+    await first.received(40)
+    await second.received(40)
+    assert first.positions == second.positions == BOTH
     assert not any(live.quarantined for live in other.tip().live)
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from daemon.core.decisions.topic_state import RedeliveryCut, TopicState
 from daemon.core.index.index import BucketBits, Index
+from daemon.core.index.indexes import Indexes
 from daemon.owner.merge_watch import MergeWatch
 from daemon.shard import recovery
 from daemon.topic import bucket_lifecycle, stored_topic, topic_manifests
@@ -193,10 +194,26 @@ def a_topic_that_is_being_loaded_has_no_merges(patch: pytest.MonkeyPatch) -> Non
     patch.setattr(MergeWatch, "_may_come", lambda watch, hint: False)
 
 
+def what_was_merged_away_is_in_no_backlog(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Index, "expected", Index.readable)
+
+
+def decisions_do_not_wait_for_what_was_merged_away(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Indexes, "unread_segments", Indexes.wanted_segments)
+
+
 PLANTED: list[tuple[Plant, Story]] = [
     (bits_under_the_names_of_sources_are_overlooked, rows_leave_between_plan_and_commit),
     (a_bucket_is_dropped_before_a_merge_of_it_is_learned, a_merge_overtakes_a_drop),
     (a_missing_bucket_counts_as_damaged, a_bucket_is_merged_and_deleted),
+    (
+        what_was_merged_away_is_in_no_backlog,
+        merges.test_what_is_acknowledged_in_a_bucket_that_was_merged_and_deleted_is_not_ignored,
+    ),
+    (
+        decisions_do_not_wait_for_what_was_merged_away,
+        merges.test_what_came_due_in_a_bucket_that_was_merged_and_deleted_does_not_leave_as_if_it_had_not,
+    ),
     (
         who_was_overtaken_gives_the_shard_up,
         merges.test_a_merge_between_a_claim_and_the_reading_of_what_it_found,

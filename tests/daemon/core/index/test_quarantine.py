@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from daemon.core.index.bucket import RebuildNeeded
+from daemon.core.index.segments import SegmentRange
 from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, batch_of
 from tests.daemon.core.decisions.test_topic import NOW_MS, P, R, all_of, handed, opened, with_subscriptions
 from tests.daemon.core.decisions.test_trimming import dead_lettered, left_in, upto
@@ -75,6 +76,28 @@ def test_a_bucket_that_was_merged_away_holds_up_keys_until_what_took_its_place_i
     topic.core.drop(name)
     assert not indexes.has_unread(1, topic.now_ms)
     assert indexes.first_unpassed(1) is None
+
+
+def test_rows_in_memory_of_a_bucket_that_was_merged_away_are_as_unread_as_others() -> None:
+    topic = with_subscriptions(1)
+    topic.add(ROWS, [NOW_MS + 10 + number for number in range(len(ROWS))])
+    topic.seal()
+    indexes = topic.core.indexes
+    (bucket,) = topic.core.index.sealed.values()
+    topic.now_ms = NOW_MS + 12
+    topic.pass_all()
+    assert bucket.passed_rows == 3
+    assert bucket.settle(indexes.cache) is not None
+    topic.core.index.leave_to_merged(bucket.name)
+    assert indexes.next_due_ms() == NOW_MS + 13
+    assert indexes.next_due_to_read_ms() is None
+    assert not indexes.has_unread(1, NOW_MS + 12)
+    assert indexes.unread_segments(NOW_MS + 12) == []
+    assert indexes.has_unread(1, NOW_MS + 13)
+    assert indexes.unread_segments(NOW_MS + 13) == [SegmentRange(bucket.name, 0, 0)]
+    topic.core.drop(bucket.name)
+    assert indexes.next_due_ms() is None
+    assert indexes.unread_segments(NOW_MS + 100) == []
 
 
 def test_adding_the_range_again_heals_it_without_doubling() -> None:
