@@ -332,8 +332,8 @@ class Takeover:
 
     def _newest_checkpoint(self, won: ClaimedShard) -> LoadedCheckpoint | Exception:
         try:
-            return checkpointing.newest_of(self._environment, won.tip.manifest)
-        except (Corruption, object_store.StoreError) as error:
+            return checkpointing.newest_of(self._environment, self._manifests[won.shard], won.tip)
+        except (Corruption, NotOwner, object_store.StoreError) as error:
             return error
 
     def _restored(
@@ -353,13 +353,9 @@ class Takeover:
             return Corruption(f"{loaded.key or 'its log'}: it cannot be restored: {error!r}")
 
     def _superseded(self, won: ClaimedShard) -> Exception | None:
-        """Return NotOwner if another daemon has claimed the shard, the store's error if that is unknown, else None.
-
-        A later owner may delete covered sections while this claimant reads them: then nothing is damaged.
-        """
+        """Return NotOwner if another daemon has claimed the shard, the store's error if that is unknown, else None."""
         try:
-            tip = range_operations.existing_tip(self._manifests[won.shard], won.shard, won.tip)
-            range_operations.check_owner(tip, epoch=won.tip.manifest.epoch)
+            range_operations.check_not_superseded(self._manifests[won.shard], won.tip)
         except (NotOwner, object_store.StoreError) as error:
             return error
         return None
@@ -375,7 +371,10 @@ async def check_readable(
     environment: Environment,
     traces: Traces,
 ) -> None:
-    """Read what a claim of an unowned shard would read; change nothing. Raises Corruption, and the store's errors."""
+    """Read what a claim of an unowned shard would read; change nothing.
+
+    Raises Corruption, NotOwner if another daemon has claimed the shard meanwhile, and the store's errors.
+    """
 
     def check() -> None:
         try:
@@ -384,9 +383,12 @@ async def check_readable(
                 traces.check_new(shard, manifests)
             if tip is None or tip.manifest.open_range is not None:
                 return
-            checkpoints.sections_of_shard(
-                logs, tip.manifest, checkpointing.newest_of(environment, tip.manifest).slot, {}
-            )
+            loaded = checkpointing.newest_of(environment, manifests, tip)
+            try:
+                checkpoints.sections_of_shard(logs, tip.manifest, loaded.slot, {})
+            except object_store.Damaged:
+                range_operations.check_not_superseded(manifests, tip)
+                raise
         except object_store.Damaged as error:
             raise _corruption(error) from error
 

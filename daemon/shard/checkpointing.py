@@ -81,9 +81,25 @@ def read_newest(
         raise CheckpointDamaged(error.key, error.reason) from error
 
 
-def newest_of(environment: Environment, tip: manifest.ShardManifest) -> LoadedCheckpoint:
-    """Read the newest readable checkpoint by `read_newest`, and count damage in the metrics."""
-    return read_newest(environment.store, tip, damaged=lambda key: environment.metrics.damage_found("checkpoint"))
+def newest_of(
+    environment: Environment,
+    shard_log: commit.ManifestLog[manifest.ShardManifest],
+    tip: commit.Tip[manifest.ShardManifest],
+) -> LoadedCheckpoint:
+    """Read the newest readable checkpoint by `read_newest`, and count damage in the metrics.
+
+    Raises Superseded instead if another daemon has claimed the shard since `tip`.
+    """
+
+    def damaged(key: str) -> None:
+        range_operations.check_not_superseded(shard_log, tip)
+        environment.metrics.damage_found("checkpoint")
+
+    try:
+        return read_newest(environment.store, tip.manifest, damaged=damaged)
+    except CheckpointDamaged:
+        range_operations.check_not_superseded(shard_log, tip)
+        raise
 
 
 # Deadline of one attempt to learn whether a checkpoint is committed (seconds)
@@ -233,20 +249,22 @@ class Checkpointing:
     async def tail_of(self, topic_id: str) -> tuple[checkpoints.TopicTail, ShardSlot]:
         """Return a topic's content of the newest checkpoint and the sections above it, and the last applied slot.
 
-        Nothing may be staged for the topic. Raises Corruption if they are damaged, and the store's errors.
+        Nothing may be staged for the topic. Raises Corruption if they are damaged, Superseded if another daemon has
+        claimed the shard and they are not there, and the store's errors.
         """
         environment, shard = self._environment, self._shard
         # The turn keeps these slots from being deleted meanwhile.
         async with self._turn:
             await shard.slots.settled()
-            newest, until, end = self._tip.newest.manifest, shard.applied_slot, self._log.sender.applied
+            newest, until, end = self._tip.newest, shard.applied_slot, self._log.sender.applied
 
             def read() -> checkpoints.TopicTail:
-                loaded = newest_of(environment, newest)
+                loaded = newest_of(environment, self._shard_log, newest)
                 ends = {self._log.log_id: LogEnd(end, {shard.number: Head(shard.epoch, until)})}
                 try:
-                    found = checkpoints.sections_of_shard(self._log.logs, newest, loaded.slot, ends)
+                    found = checkpoints.sections_of_shard(self._log.logs, newest.manifest, loaded.slot, ends)
                 except object_store.Damaged as error:
+                    range_operations.check_not_superseded(self._shard_log, newest)
                     raise Corruption(f"{error}") from error
                 above = ((section.slot, section.records) for section in found)
                 tails = checkpoints.tails_of(loaded.checkpoint, above, only={topic_id})

@@ -412,6 +412,15 @@ def check_owner(tip: commit.Tip[ShardManifest], *, epoch: int) -> None:
         raise superseded_by(tip, epoch=epoch)
 
 
+def check_not_superseded(shard_log: ShardLog, tip: commit.Tip[ShardManifest]) -> None:
+    """Raise Superseded if another daemon has claimed the shard since `tip`. Raises the store's errors.
+
+    To be called before anything that `tip` names counts as damaged: a later owner may delete what only `tip` names,
+    also while it is read.
+    """
+    check_owner(existing_tip(shard_log, tip.manifest.shard, tip), epoch=tip.manifest.epoch)
+
+
 def superseded_by(tip: commit.Tip[ShardManifest], *, epoch: int) -> Superseded:
     """Return the error for the owner, or would-be owner, of `epoch` if the tip names another."""
     manifest = tip.manifest

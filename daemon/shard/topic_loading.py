@@ -520,10 +520,15 @@ class TopicLoading:
     ) -> tuple[commit.Tip[TopicManifest], recovery.TopicObjects]:
         """Return the manifest, with damaged buckets quarantined, and the objects that it names.
 
-        Another process may merge meanwhile, and the sources be deleted: then the merged buckets are read.
+        Another process may merge meanwhile, and the sources be deleted: then the merged buckets are read. A successor
+        may have replaced the other objects, and deleted them: then nothing is damaged.
         """
         while True:
-            objects = reads.objects(tip.manifest, part)
+            try:
+                objects = reads.objects(tip.manifest, part)
+            except Corruption:
+                self._check_own(topic_log.read_tip(tip) or tip)
+                raise
             tip = self._quarantined(topic_log, tip, objects)
             if all(live.object.name in objects.buckets for live in tip.manifest.live):
                 return tip, objects
@@ -567,7 +572,11 @@ class TopicLoading:
         just_read: bool = False,
     ) -> commit.Tip[TopicManifest]:
         landed = topic_manifests.commit_once(self._environment, topic_log, operation, warm=tip, just_read=just_read)
-        if landed.manifest.owner_epoch != self._epoch:
-            # A successor has continued after it; what that one has sealed is not lost here.
-            raise commit.Refused(f"owner epoch is {landed.manifest.owner_epoch}, not {self._epoch}", landed)
+        # A successor may have continued after it; what that one has sealed is not lost here.
+        self._check_own(landed)
         return landed
+
+    def _check_own(self, tip: commit.Tip[TopicManifest]) -> None:
+        """Raise commit.Refused if a successor has claimed the topic."""
+        if tip.manifest.owner_epoch != self._epoch:
+            raise commit.Refused(f"owner epoch is {tip.manifest.owner_epoch}, not {self._epoch}", tip)

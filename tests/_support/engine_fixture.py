@@ -91,6 +91,7 @@ class Daemon(Process):
         # In the order in which they were made.
         self._tasks: weakref.WeakValueDictionary[int, asyncio.Task[Any]] = weakref.WeakValueDictionary()
         self._task_numbers = itertools.count()
+        self._left: list[asyncio.Task[Any]] = []
         self._changed = asyncio.Event()
         self.environment = environment = Environment(
             config=_config(daemon_id, tuple(settings)),
@@ -154,10 +155,11 @@ class Daemon(Process):
             self.loop.call_soon(self._bury, turns - 1, context=contextvars.Context())
             return
         self.end()
-        for task in self._tasks.values():
-            if not task.done():
-                task._log_destroy_pending = False  # type: ignore[attr-defined]
-                asyncio.tasks._unregister_task(task)
+        # They are kept: a task that is dropped unwinds, and its generators are closed by tasks of the living.
+        self._left = [task for task in self._tasks.values() if not task.done()]
+        for task in self._left:
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            asyncio.tasks._unregister_task(task)
 
     def suspend(self) -> None:
         super().suspend()

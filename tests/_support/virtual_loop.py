@@ -19,7 +19,7 @@ import heapq
 import math
 import selectors
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -136,6 +136,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         heapq.heappush(self._scheduled, handle)  # type: ignore[attr-defined]
         handle._scheduled = True  # type: ignore[attr-defined]
         return handle
+
+    def _asyncgen_firstiter_hook(self, generator: AsyncGenerator[Any, Any]) -> None:
+        # What a process has begun ends with it: the end of the loop closes nothing of it.
+        if _process.get() is None:
+            super()._asyncgen_firstiter_hook(generator)  # type: ignore[misc]
 
     def go_on_with(self, handle: asyncio.Handle) -> None:
         """Runs a callback that a suspended process held back."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import gc
 import os
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
 
 import pytest
 
+from tests._support.engine_fixture import EngineFixture
 from tests.simulation.faults import ALL_PLACES, Trouble
 from tests.simulation.fired import Fired, at, confirmed_by, missing
 from tests.simulation.run import Directed, run
@@ -77,3 +82,40 @@ def test_a_run_that_does_not_meet_the_place_of_its_trouble_says_so() -> None:
 
 def test_another_seed_is_another_run() -> None:
     assert run(TWICE[0]).digest != run(TWICE[1]).digest
+
+
+async def test_nothing_of_a_killed_daemon_runs_though_its_tasks_do_not_end(machines: EngineFixture) -> None:
+    loop = asyncio.get_running_loop()
+    after_the_end: list[str] = []
+    unexpected: list[str] = []
+    loop.set_exception_handler(lambda _, context: unexpected.append(context["message"]))
+
+    async def values() -> AsyncGenerator[int]:
+        try:
+            yield 1
+            with contextlib.suppress(asyncio.CancelledError):
+                await loop.create_future()
+            await loop.create_future()
+        finally:
+            after_the_end.append("what waits for a value")
+
+    async def all_values() -> None:
+        async for _ in values():
+            pass
+
+    async def one_value() -> None:
+        async for _ in values():
+            with contextlib.suppress(asyncio.CancelledError):
+                await loop.create_future()
+            await loop.create_future()
+
+    one = machines.daemon("one")
+    calls = [one.call(work()) for work in (all_values, one_value)]
+    await asyncio.sleep(1)
+    one.kill()
+    await asyncio.sleep(1)
+    del calls
+    gc.collect()
+    await asyncio.sleep(1)
+    await loop.shutdown_asyncgens()
+    assert (after_the_end, unexpected) == ([], [])

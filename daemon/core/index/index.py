@@ -357,7 +357,8 @@ class Index:
 
         `seen` has what earlier calls for the same positions found, by segment, and is empty at the first. So the
         segments need not be in memory together. With `any_time`, time 0 matches any row, in every segment that has been
-        passed.
+        passed. Segments to load may be those of a bucket that was merged away: its merged bucket is served once that
+        load has ended.
         """
         found = [memory.find_passed(keys) for memory in self.memory_buckets]
         missing: list[SegmentRange] = []

@@ -240,6 +240,58 @@ async def test_the_hole_that_a_superseded_claimant_finds_is_no_damage(machines: 
     assert (found.owner, found.owner_address) == ("east", "east:1")
 
 
+async def owner_with_two_checkpoints(machines: EngineFixture) -> LogOwner:
+    north = await owner_of(machines, "north", 0)
+    for _ in range(2):
+        await north.write(0)
+        await north.checkpoint(0)
+    return north
+
+
+async def overtaken(machines: EngineFixture, known: ShardManifest, *, gone: int = 2) -> None:
+    """Another daemon has taken shard 0 over since, and has deleted `gone` of the checkpoints that were known then."""
+    east = await owner_of(machines, "east", 0)
+    for _ in range(2):
+        await east.write(0)
+        await east.checkpoint(0)
+    for cut in (known.checkpoint, known.previous_checkpoint)[:gone]:
+        assert cut is not None
+        machines.store.delete(cut.object.name)
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+async def test_the_checkpoint_that_a_superseded_claimant_does_not_find_is_no_damage(
+    machines: EngineFixture, gone: int
+) -> None:
+    await owner_with_two_checkpoints(machines)
+    south = await claimant(machines, "south")
+    won = await south.claim(0)
+    await overtaken(machines, won.tip.manifest, gone=gone)
+    found = (await south.read([won]))[0]
+    assert isinstance(found, range_operations.Superseded)
+    assert (found.owner, found.owner_address) == ("east", "east:1")
+    assert south.daemon.damage_found("checkpoint") == 0
+
+
+@pytest.mark.parametrize("held_at", [names.checkpoint_prefix(0), names.LOGS_PREFIX])
+async def test_a_shard_that_another_daemon_claims_while_it_is_looked_at_is_not_damaged(
+    machines: EngineFixture, held_at: str
+) -> None:
+    north = await owner_with_two_checkpoints(machines)
+    await north.write(0)
+    south = await claimant(machines, "south")
+    await south.run(south.takeover.give_back(await south.claim(0)))
+    held = south.daemon.pause("get_with_metadata", held_at)
+    looking = south.run(check_readable(south.logs, south.manifests[0], 0, south.environment, south.traces))
+    await held.reached()
+    await overtaken(machines, south.tip(0))
+    log_owner.log_of(machines, north.log_id).delete_through(4)
+    held.release()
+    with pytest.raises(range_operations.Superseded):
+        await looking
+    assert south.daemon.damage_found("checkpoint") == 0
+
+
 # ---- claims against each other
 
 
@@ -456,12 +508,21 @@ def a_hole_is_damage_whoever_owns_the_shard(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Takeover, "_superseded", lambda self, won: None)
 
 
+def a_checkpoint_that_is_gone_is_damage_whoever_owns_the_shard(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(range_operations, "check_not_superseded", lambda shard_log, tip: None)
+
+
+async def the_newest_of_two_checkpoints_is_gone(machines: EngineFixture) -> None:
+    await test_the_checkpoint_that_a_superseded_claimant_does_not_find_is_no_damage(machines, 1)
+
+
 def who_has_lost_a_race_fences_its_winner(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Takeover, "_check_owner", lambda self, looked_at, tip: None)
 
 
 PLANTED: dict[Callable[[pytest.MonkeyPatch], None], Callable[[EngineFixture], Awaitable[None]]] = {
     a_hole_is_damage_whoever_owns_the_shard: test_the_hole_that_a_superseded_claimant_finds_is_no_damage,
+    a_checkpoint_that_is_gone_is_damage_whoever_owns_the_shard: the_newest_of_two_checkpoints_is_gone,
     who_has_lost_a_race_fences_its_winner: test_who_looked_before_another_had_claimed_never_fences_the_winner,
 }
 

@@ -412,6 +412,34 @@ async def test_a_shard_that_is_lost_while_it_is_loaded_keeps_no_tail_of_others_f
     held.release()
 
 
+async def test_an_owner_that_was_superseded_while_it_reads_a_failed_topic_again_calls_nothing_damaged(
+    machines: EngineFixture,
+) -> None:
+    settings = (*SEVERAL, "journal.checkpoint_slots=2")
+    one = await machines.served_by("one", *settings)
+    for number in range(8):
+        await one.add(FAILING, number, range(1), HOUR_MS)
+        await asyncio.sleep(60)
+    known = machines.shard_tip(SHARD)
+    held = one.pause("get_with_metadata", names.checkpoint_prefix(SHARD))
+    fail(one)
+    await held.reached()
+    one.suspend()
+    two = await machines.served_by("two", *settings)
+    for number in range(8):
+        await two.add(FAILING, 10 + number, range(1), HOUR_MS)
+        await asyncio.sleep(60)
+    for cut in (known.checkpoint, known.previous_checkpoint):
+        assert cut is not None
+        assert cut not in (machines.shard_tip(SHARD).checkpoint, machines.shard_tip(SHARD).previous_checkpoint)
+        machines.store.delete(cut.object.name)
+    one.resume()
+    held.release()
+    await one.until(lambda: SHARD not in one.shards)
+    assert one.damage_found("checkpoint") == 0
+    assert metric(one, "tarry_shards_lost_total", cause="damaged") == 0
+
+
 async def test_a_topic_that_fails_whenever_it_is_loaded_keeps_its_shard_from_nothing(
     machines: EngineFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

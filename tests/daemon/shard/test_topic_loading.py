@@ -8,9 +8,10 @@ import pytest
 
 from daemon.shard import topic_loading
 from daemon.shard.topic_loading import TopicLoading
+from daemon.topic import topic_manifests
 from storage_backends import bucket_reading, commit, topic_manifest
 from storage_backends.formats import names
-from storage_backends.formats.manifest import TopicPolicy
+from storage_backends.formats.manifest import SubscriptionPolicy, TopicPolicy
 from tests._support.engine_fixture import Daemon, EngineFixture
 from tests._support.fault_store import Fault
 from tests.daemon._support.calling import delete_topic
@@ -39,7 +40,9 @@ def calls_of(daemon: Daemon, topic: str) -> list[tuple[str, str]]:
     ]
 
 
-def commit_of_the_former_owner(machines: EngineFixture, topic: str) -> int:
+def commit_of_the_former_owner(
+    machines: EngineFixture, topic: str, operation: topic_manifests.Operation | None = None
+) -> int:
     """It had one under way, which lands now; the number of its manifest."""
     log = topic_manifest.topic_log(
         machines.store,
@@ -50,7 +53,7 @@ def commit_of_the_former_owner(machines: EngineFixture, topic: str) -> int:
         jitter=lambda: 0.5,
         new_id=lambda: "of-the-former-owner",
     )
-    operation = topic_manifest.SetPolicy(
+    operation = operation or topic_manifest.SetPolicy(
         policy=TopicPolicy(max_num_buckets=7), epoch=machines.topic_tip(topic).owner_epoch
     )
     return commit.commit(log, operation, writer="former", created_ms=5, deadline_s=5.0).number
@@ -159,6 +162,42 @@ async def test_an_owner_that_was_superseded_behind_its_claim_calls_nothing_damag
     await two.until(lambda: "waiting for daemon three" in two.engine.health.reason)
     assert two.damage_found("topic") == 0
     assert (await three.add("t", 2, range(3))).duplicates == 3
+
+
+async def test_what_a_successor_has_replaced_and_deleted_is_not_damaged(machines: EngineFixture) -> None:
+    one = await machines.served_by("one")
+    requests, policy = one.engine.requests, SubscriptionPolicy()
+    await one.call(requests.create_subscription("t", "s", policy, (("gate", "A1"),)))
+    await one.stop()
+    two = machines.daemon("two")
+    claim = two.pause("put_if_absent", names.topic_manifest_prefix(0, names.topic_id("t")))
+    await two.start()
+    await claim.reached()
+    # Since the claim finds another object named, that one is read behind it.
+    tip = machines.topic_tip("t")
+    assert tip.properties_object is not None
+    key = names.properties_key(0, tip.topic_id, tip.head.number, "OTHER")
+    body = machines.store.get(tip.properties_object.name)
+    machines.store.put(key, body)
+    replacing = topic_manifest.SetSubscriptions(
+        subscriptions=tip.subscriptions,
+        last_subscription_id=tip.last_subscription_id,
+        epoch=tip.owner_epoch,
+        delete_after_ms=0,
+        properties_object=topic_manifest.reference_to(key, tip.head.number, body),
+    )
+    commit_of_the_former_owner(machines, "t", replacing)
+    read = two.pause("get_with_metadata", key)
+    claim.release()
+    await read.reached()
+    two.suspend()
+    three = await machines.served_by("three")
+    await three.call(three.engine.requests.update_subscription("t", "s", policy, (("gate", "B2"),)))
+    machines.store.delete(key)
+    two.resume()
+    read.release()
+    await two.until(lambda: "waiting for daemon three" in two.engine.health.reason)
+    assert two.damage_found("topic") == 0
 
 
 async def test_a_topic_that_was_born_during_the_listing_is_found_when_it_is_loaded_again(

@@ -427,6 +427,31 @@ async def test_a_bucket_that_was_merged_and_deleted_is_not_damaged_but_read_from
     assert not any(live.quarantined for live in other.tip().live)
 
 
+async def test_requests_that_name_rows_of_a_bucket_that_was_merged_and_deleted_wait_for_what_took_its_place(
+    machines: EngineFixture,
+) -> None:
+    one = await with_two_buckets(machines, *NEARLY)
+    receiver = await one.receiver("t")
+    rows = await receiver.received(40)
+    receiver.stream.close()
+    other = MergingProcess(machines.store, hints=False)
+    sources = other.live()
+    merged = other.merge_all()
+    other.collect(sources)
+    for source in sources:
+        # As if other topics had needed the room.
+        one.topic("t").core.indexes.cache.discard_bucket(source.object.name)
+    held = one.pause("get_range", merged.object.name)
+    of_one_bucket = [row for row in rows if row[0] == 1]
+    finds_it_missing = acknowledge(one, of_one_bucket[:10])
+    await held.reached()
+    comes_then = acknowledge(one, of_one_bucket[10:])
+    await asyncio.sleep(1)
+    held.release()
+    assert (await finds_it_missing, await comes_then) == (0, 0)
+    assert (await everything(one)).positions == positions(2, range(20))
+
+
 async def test_a_damaged_bucket_that_was_merged_is_not_quarantined_and_its_rows_come(machines: EngineFixture) -> None:
     one = await with_two_buckets(machines, *NEARLY)
     one.kill()
