@@ -4,10 +4,6 @@ A merged bucket holds the rows of each source that were not gone when the merge 
 made on the sources, so what is true of their rows at adoption is true of its own. A row that is not gone is in both,
 and a row of the merged bucket that is no longer in a source is gone.
 
-A merged bucket holds, of each of its sources, the rows that were not gone when the merge was planned. Everything that
-was decided since was decided on the sources, so that what is true of their rows when the bucket is adopted is true of
-its own: a row that is not gone is in both, and a row of the merged bucket that is in no source any more is gone.
-
 Late rows lie before the head of the merged bucket and still wait: the clock was set back, or a source could not be
 read.
 """
