@@ -356,8 +356,8 @@ def decode_footer(data: bytes, size_bytes: int) -> TableRange:
         raise format_errors.FormatError(
             "bucket footer", start + length - len(FOOTER_MAGIC), f"magic is {magic!r}, not {FOOTER_MAGIC!r}"
         )
-    requirements.check_version(version, "bucket footer", start + 20)
     framing.check_crc32c(data[: _FOOTER.size], crc32c, "bucket footer", start)
+    requirements.check_version(version, "bucket footer", start + 20)
     if table_offset + table_length != start or table_length % _TABLE_ROW.itemsize or not table_length:
         detail = f"the offset table cannot be {table_length} bytes from {table_offset}, the footer begins at {start}"
         raise format_errors.FormatError("bucket footer", start, detail)
@@ -498,7 +498,9 @@ def decode_bucket(body: bytes) -> tuple[BucketMetadata, Rows]:
     magic, version = _HEAD.unpack_from(body)
     if magic != MAGIC:
         raise format_errors.FormatError("bucket", 0, f"magic is {magic!r}, not {MAGIC!r}")
-    requirements.check_version(version, "bucket", 4)
+    *_, checked = _FOOTER.unpack_from(body, start)
+    if version != checked:
+        raise format_errors.FormatError("bucket", 4, f"version is {version}, its footer says {checked}")
     table = decode_table(body[table_range.offset : start], table_range)
     metadata = decode_metadata(_slice(body, table.metadata), table.metadata)
     zstd = segment.decompressor()

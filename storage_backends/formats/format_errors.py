@@ -41,7 +41,8 @@ class NewerFormat(FormatError):
 class UnsupportedVersion(NewerFormat):
     """The error of a format version that this release does not read.
 
-    `found` and `supported` are format versions.
+    `found` and `supported` are format versions. The checksum is right: every version has it, and what it covers, in the
+    same place. A version with a flipped bit is damage.
     """
 
     def __init__(self, what: str, offset: int, *, found: int, supported: Sequence[int]) -> None:

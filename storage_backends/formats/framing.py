@@ -56,14 +56,14 @@ def unframe(data: bytes, magic: bytes, versions: Sequence[int], what: str) -> by
     found_magic, found_version, payload_bytes = _HEADER.unpack_from(data)
     if found_magic != magic:
         raise format_errors.FormatError(what, 0, f"magic is {found_magic!r}, not {magic!r}")
-    if found_version not in versions:
-        raise format_errors.UnsupportedVersion(what, 4, found=found_version, supported=versions)
     end = _HEADER.size + payload_bytes
     if end + _TRAILER.size != len(data):
         detail = f"the payload length {payload_bytes} makes {end + _TRAILER.size} bytes, there are {len(data)}"
         raise format_errors.FormatError(what, 8, detail)
     (stored,) = _TRAILER.unpack_from(data, end)
     check_crc32c(data[:end], stored, what, end)
+    if found_version not in versions:
+        raise format_errors.UnsupportedVersion(what, 4, found=found_version, supported=versions)
     return data[_HEADER.size : end]
 
 

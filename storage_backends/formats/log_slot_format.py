@@ -271,14 +271,14 @@ def decode_log_slot(data: bytes) -> LogSlot:
     magic, version, kind, nothing, log_id, number, entries, writer_bytes = _FIXED.unpack_from(data)
     if magic != MAGIC:
         raise format_errors.FormatError(_WHAT, 0, f"magic is {magic!r}, not {MAGIC!r}")
-    if version != FORMAT_VERSION:
-        raise format_errors.UnsupportedVersion(_WHAT, 4, found=version, supported=(FORMAT_VERSION,))
     entries_at = HEADER_BYTES + writer_bytes
     end = entries_at + _ENTRY.size * entries
     if end > len(data):
         detail = f"it ends after {len(data)} bytes, its table of {entries} entries at {end}"
         raise format_errors.FormatError(_WHAT, len(data), detail)
     framing.check_crc32c(data[: _FIXED.size] + data[HEADER_BYTES:end], _fingerprint(data), _WHAT, 0)
+    if version != FORMAT_VERSION:
+        raise format_errors.UnsupportedVersion(_WHAT, 4, found=version, supported=(FORMAT_VERSION,))
     with format_errors.reading(_WHAT, 0):
         if nothing:
             raise ValueError(f"byte 7 is {nothing}, not 0")

@@ -220,7 +220,6 @@ def _checked(data: bytes) -> tuple[SlotHeader, bytes]:
     magic, version, kind, _, shard, epoch, slot, records, payload_bytes = _HEADER.unpack_from(data)
     if magic != MAGIC:
         raise format_errors.FormatError(_WHAT, 0, f"magic is {magic!r}, not {MAGIC!r}")
-    requirements.check_version(version, _WHAT, 4)
     if HEADER_BYTES + payload_bytes != len(data):
         detail = f"the payload length {payload_bytes} makes {HEADER_BYTES + payload_bytes} bytes, there are {len(data)}"
         raise format_errors.FormatError(_WHAT, 32, detail)
@@ -229,6 +228,7 @@ def _checked(data: bytes) -> tuple[SlotHeader, bytes]:
     computed = framing.crc32c(data[: _HEADER.size], payload)
     if computed != stored:
         raise format_errors.FormatError(_WHAT, _HEADER.size, f"CRC32C is {computed:#010x}, stored is {stored:#010x}")
+    requirements.check_version(version, _WHAT, 4)
     if kind != _DATA:
         raise format_errors.FormatError(_WHAT, 6, f"slot kind {kind} is not known")
     return SlotHeader(shard, epoch, slot, records), payload

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import struct
 import threading
 from collections.abc import Mapping
 
 import pytest
 
 from storage_backends import root_format
-from storage_backends.formats import manifest, names
+from storage_backends.formats import framing, manifest, names
 from storage_backends.formats.manifest import LogForm, RootFormat
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import Damaged, ObjectStore, OutcomeUnknown, StoreUnavailable
@@ -127,9 +126,8 @@ def test_another_version_refuses_the_root_and_names_both() -> None:
 
 def test_a_root_whose_shards_have_journals_is_refused() -> None:
     store = MemoryStore()
-    body = bytearray(manifest.encode_root_format(MADE))
-    struct.pack_into("<I", body, 4, 1)
-    store.put(names.FORMAT_KEY, bytes(body))
+    payload = manifest.encode_root_format(MADE)[framing.HEADER_BYTES : -4]
+    store.put(names.FORMAT_KEY, framing.frame(manifest.ROOT_MAGIC, 1, payload))
     with pytest.raises(Damaged, match=r"the root has format version 1; this release serves 2. Use the rel"):
         read_or_create(store)
 

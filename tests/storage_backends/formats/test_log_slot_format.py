@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from storage_backends.formats import format_errors, framing, log_slot_format, names
 from storage_backends.formats.log_slot_format import Head, LogSlotHeader, LogSlotKind, Writer
+from tests.storage_backends.formats._support import forging
 
 LOG_ID = "01KB2Q0000000000000000000A"
 WRITER = Writer("daemon-1", "127.0.0.1:7461", "0.1.0")
@@ -131,8 +132,12 @@ def test_no_bytes_break_the_decoder() -> None:
 
 def test_a_slot_of_another_version_is_not_read() -> None:
     *_, data = example()
+    newer = data[:4] + b"\x09\0" + data[6:]
+    with pytest.raises(format_errors.FormatError) as refused:
+        log_slot_format.decode_log_slot(newer)
+    assert not isinstance(refused.value, format_errors.NewerFormat), "a flipped bit is damage"
     with pytest.raises(format_errors.UnsupportedVersion):
-        log_slot_format.decode_log_slot(data[:4] + b"\x09\0" + data[6:])
+        log_slot_format.decode_log_slot(forging.with_header_checksum(newer))
 
 
 def test_a_slot_that_is_too_long_is_refused_by_the_section_that_makes_it_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,7 @@ def with_header_checksum(slot: bytes) -> bytes:
     """A log slot whose checksum is that of its header and table, as far as these can be found."""
     fixed = _LOG_SLOT_HEAD.size
     entries, writer_bytes = struct.unpack_from("<IH", slot, fixed - 6)
-    end = log_slot_format.HEADER_BYTES + writer_bytes + 36 * entries
+    end = log_slot_format.HEADER_BYTES + writer_bytes + log_slot_format.ENTRY_BYTES * entries
     checksum = framing.crc32c(slot[:fixed] + slot[log_slot_format.HEADER_BYTES : end])
     return slot[:fixed] + checksum.to_bytes(4, "little") + slot[fixed + 4 :]
 
