@@ -79,7 +79,10 @@ def kind_of(key: str) -> str | None:
 
 def mutate(store: MemoryStore, draw: random.Random, kind: str, how: str) -> Mutation | None:
     """Mutate an object of this kind, most often a newest one; None if there is none, or nothing can be done to it."""
-    keys = sorted(each.key for each in store.list("") if kind_of(each.key) == kind)
+    needs_bytes = how in (FLIP, TRUNCATE, FORGE)
+    keys = sorted(
+        each.key for each in store.list("") if kind_of(each.key) == kind and (each.size_bytes or not needs_bytes)
+    )
     newest = sorted({key.rpartition("/")[0]: key for key in keys}.values())
     if not keys:
         return None

@@ -22,7 +22,7 @@ from daemon import call_values
 from daemon.core.backlog.dead_letter_rows import DeadLetterFilter
 from daemon.errors import Corruption, TarryError
 from daemon.owner import engine, heartbeat
-from storage_backends import crash_points, object_store
+from storage_backends import crash_points, merge_hints, object_store
 from storage_backends.formats import log_slot_format, manifest, names
 from storage_backends.local_directory import LocalDirectory
 from storage_backends.memory_store import MemoryStore
@@ -77,7 +77,9 @@ def store_of(objects: Stored) -> MemoryStore:
 
 
 async def lived_on(store: MemoryStore) -> None:
-    """Two daemons of today add to each topic, one after the other; the last one seals some, and is killed."""
+    """Two daemons of today add to each topic, one after the other; the last one seals some, and is killed. Then another
+    process merges.
+    """
     machines = EngineFixture(store, settings=SETTINGS)
     # No id is given twice in a root.
     machines.numbers = itertools.count(100_000)
@@ -94,6 +96,13 @@ async def lived_on(store: MemoryStore) -> None:
         if ledger == 900:
             await daemon.stop()
     await machines.close()
+    hints = [merge_hints.MergeHint(shard, topic_id) for shard, topic_id in topics_of(store)]
+    merge_hints.leave(store, hints, value="of-the-merger")
+
+
+def topics_of(store: ObjectStore) -> set[tuple[int, str]]:
+    parts = [each.key.split("/") for each in store.list("shards/")]
+    return {(int(each[1]), each[3]) for each in parts if each[2] == "topics"}
 
 
 async def content_of(daemon: Daemon, topic: str) -> Content:
