@@ -262,6 +262,24 @@ def test_nothing_is_found_before_all_is_read_or_after_the_map_has_made_room() ->
         topic.map.find(hashes_of([0]), rows_max=1)
 
 
+def test_without_memory_nothing_is_merged_and_all_is_found() -> None:
+    topic = Topic()
+    topic.map.loaded()
+    for key in range(20):
+        topic.put({key: (0, key)})
+    asked: list[int] = []
+
+    def refused(size_bytes: int) -> bool:
+        asked.append(size_bytes)
+        return False
+
+    assert not topic.map.step(refused)
+    assert asked
+    assert all(each % ENTRY_BYTES == 0 for each in asked)
+    assert topic.map.find(hashes_of([0]), rows_max=20).rows == 20
+    assert topic.map.nbytes == ENTRY_BYTES * 20
+
+
 def read_by(loading: IdMapLoading) -> list[str]:
     """Read all that is left, each bucket at once."""
     read = []

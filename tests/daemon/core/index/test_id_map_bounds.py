@@ -127,24 +127,6 @@ def test_an_id_with_many_rows_is_looked_at_in_portions() -> None:
     assert found.keys.tolist() == list(range(rows - 1, rows - 20_001, -1))
 
 
-def test_without_memory_nothing_is_merged_and_all_is_found() -> None:
-    topic = Topic()
-    topic.map.loaded()
-    for key in range(20):
-        topic.put({key: (0, key)})
-    asked: list[int] = []
-
-    def refused(size_bytes: int) -> bool:
-        asked.append(size_bytes)
-        return False
-
-    assert not topic.map.step(refused)
-    assert asked
-    assert all(each % ENTRY_BYTES == 0 for each in asked)
-    assert topic.map.find(hashes_of([0]), rows_max=20).rows == 20
-    assert topic.map.nbytes == ENTRY_BYTES * 20
-
-
 def test_dead_rows_are_gone_before_many_rows_come() -> None:
     topic = Topic()
     topic.map.loaded()
