@@ -30,9 +30,10 @@ MayTake: TypeAlias = Callable[[int], bool]
 SMALL_ROWS: Final = 1 << 10
 """The most rows of a run to which rows are added at once, without a merge."""
 STEP_ROWS: Final = 1 << 12
-"""The most rows of one step of a merge: some 2 ms."""
-# Runs of like size from which on they are merged, and the most that are merged together
-_LIKE_RUNS = 4
+"""The most rows of one step of a merge: 1 to 2 ms."""
+# Runs of like size from which on they are merged: a look-up in one more run costs more than merging. The most that are
+# merged together
+_LIKE_RUNS = 2
 _RUNS_MERGED_MAX = 64
 _ROW_BYTES = 8
 
@@ -216,8 +217,8 @@ class ColumnRuns:
             first = np.searchsorted(column, values)
             here = np.flatnonzero(column[np.minimum(first, len(column) - 1)] == values)
             if len(here):
-                end = np.searchsorted(column, values[here], side="right")
-                found.append(Hits(run, order[here], first[here], end))
+                first = first[here]
+                found.append(Hits(run, order[here], first, _ends(column, first, values[here])))
         return found
 
     # ---- runs are merged
@@ -289,6 +290,17 @@ class ColumnRuns:
         merged = merge.merged()
         self._runs[first : first + len(merge.runs)] = [merged] if len(merged) else []
         self._rows -= merge.rows - len(merged)
+
+
+def _ends(column: U64, first: Places, values: U64) -> Places:
+    """Return the places behind the last of each value, which first stands at `first`. Most stand there once."""
+    end = first + 1
+    again = np.flatnonzero(column[np.minimum(end, len(column) - 1)] == values)
+    # The last row of the column seems to repeat.
+    again = again[end[again] < len(column)]
+    if len(again):
+        end[again] = np.searchsorted(column, values[again], side="right")
+    return end
 
 
 def rows_of(found: Sequence[Hits]) -> tuple[Places, Columns]:

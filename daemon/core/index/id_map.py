@@ -176,7 +176,10 @@ class IdMap:
 
     @staticmethod
     def run_of(hashes: IdHashes, keys: U64, deliver_at_ms: U64) -> ColumnRun:
-        """Sort rows for `read`. It may run in another thread; many rows in one run make look-ups fast."""
+        """Sort rows for `read`, those of several buckets if these are small. It may run in another thread.
+
+        Each run costs a look-up 0.3 microseconds until it is merged: runs should have a million rows.
+        """
         return ColumnRun.of((hashes.high, hashes.low, keys, deliver_at_ms))
 
     def read(self, run: ColumnRun) -> None:
