@@ -30,7 +30,9 @@ MayTake: TypeAlias = Callable[[int], bool]
 SMALL_ROWS: Final = 1 << 10
 """The most rows of a run to which rows are added at once, without a merge."""
 STEP_ROWS: Final = 1 << 12
-"""The most rows of one step of a merge: 1 to 2 ms."""
+"""The most rows of one step of a merge, but for a few of each run: 1 to 2 ms."""
+# The part of these rows that is looked at of a short run
+_SHARES = 128
 # Runs of like size from which on they are merged: a look-up in one more run costs more than merging. The most that are
 # merged together
 _LIKE_RUNS = 2
@@ -88,7 +90,7 @@ class _Merge:
             run.is_merging = True
 
     def step(self, keeps: Keeps) -> bool:
-        """Merge the next rows, at most about `STEP_ROWS`; return whether there are more."""
+        """Merge the next rows, about `STEP_ROWS`; return whether there are more."""
         rows = self._next_rows()
         kept = keeps(rows)
         end = self._kept + (len(rows[0]) if kept is None else int(np.count_nonzero(kept)))
@@ -105,7 +107,11 @@ class _Merge:
         """
         left = [len(run) - taken for taken, run in zip(self._taken, self.runs, strict=True)]
         total = sum(left)
-        ends = [taken + min(rows, 1 + STEP_ROWS * rows // total) for taken, rows in zip(self._taken, left, strict=True)]
+        # A few rows more of each, or short runs would end each step at their next row.
+        least = 1 + STEP_ROWS // _SHARES
+        ends = [
+            taken + min(rows, least + STEP_ROWS * rows // total) for taken, rows in zip(self._taken, left, strict=True)
+        ]
         limit: np.uint64 | None = None
         until = -1
         for number, (run, end) in enumerate(zip(self.runs, ends, strict=True)):

@@ -14,6 +14,9 @@ from daemon.core.index.id_map import ENTRY_BYTES, IdMap
 from storage_backends.formats.row_columns import U64
 from tests.daemon.core._support.id_map_topic import Topic, always, hashes_of, listed
 
+# A step takes some rows more of each of many runs.
+STEP_ROWS_MAX = 3 * column_runs.STEP_ROWS // 2
+
 
 class Ids:
     """Rows with hashes at random, all of which are there unless they are taken out."""
@@ -62,7 +65,7 @@ def test_a_step_is_of_bounded_rows_and_memory_is_at_most_twice_the_entries() -> 
         held, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert 0 < most <= column_runs.STEP_ROWS + 64
+    assert 0 < most <= STEP_ROWS_MAX
     assert ids.map.nbytes == ENTRY_BYTES * rows + extra
     assert held <= 1.05 * ENTRY_BYTES * rows
     assert peak <= 2 * ENTRY_BYTES * rows + 40 * column_runs.STEP_ROWS * ENTRY_BYTES
@@ -81,7 +84,7 @@ def test_rows_read_in_many_pieces_are_merged_in_bounded_steps() -> None:
         part = slice(first, first + 2_000)
         ids.map.read(IdMap.run_of(ids.hashes.take(part), ids.keys[part], ids.keys[part]))
     assert ids.map.runs == 100
-    assert 0 < ids.steps_until_done() <= column_runs.STEP_ROWS + 64
+    assert 0 < ids.steps_until_done() <= STEP_ROWS_MAX
     assert ids.map.runs < 8
     assert ids.map.find(ids.hashes.take(slice(0, 50)), rows_max=50).keys.tolist() == list(range(50))
 
@@ -95,9 +98,23 @@ def test_rows_that_left_are_swept_before_they_are_half_as_many_as_the_entries() 
     ids.steps_until_done()
     assert len(ids.map) == rows
     ids.map.left(BitMap64(range(29_000, 31_000)))
-    assert ids.steps_until_done() <= column_runs.STEP_ROWS + 1
+    assert ids.steps_until_done() <= STEP_ROWS_MAX
     assert len(ids.map) == 29_000
     assert ids.map.nbytes == ENTRY_BYTES * 29_000
+
+
+def test_short_runs_beside_a_long_one_do_not_make_steps_short() -> None:
+    rows = 60_000
+    ids = Ids(rows)
+    ids.add(0, 57_000)
+    for first in range(57_000, rows, 300):
+        ids.add(first, first + 300)
+    ids.map.left(BitMap64(range(rows, 2 * rows)))
+    steps = 1
+    while ids.map.step(always):
+        steps += 1
+    assert ids.map.runs == 1
+    assert steps <= 3 * rows // column_runs.STEP_ROWS
 
 
 def test_an_id_that_is_replaced_all_the_time_keeps_few_entries() -> None:
