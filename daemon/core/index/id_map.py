@@ -144,12 +144,12 @@ class IdMap:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the rows of all sources are here."""
+        """True once the rows of all sources are here."""
         return self._is_loaded
 
     @property
     def is_open(self) -> bool:
-        """Whether the map is in use: false once it has made room for others. A new one must be loaded then."""
+        """True until the map has made room for others. A new one must be loaded then."""
         return self._is_open
 
     def close(self) -> None:
@@ -261,7 +261,7 @@ class IdMap:
         others = np.zeros(len(entries[_KEY]), np.bool_)
         for departed in reversed([*self._generations()]):
             if len(departed.came_back):
-                # What came back later decides.
+                # The row that came back last decides.
                 places, high, low = departed.ids_of(entries[_KEY])
                 others[places] = (high != entries[_HIGH][places]) | (low != entries[_LOW][places])
         there: Mask = self._has_ids(entries[_KEY]) & ~others

@@ -29,7 +29,7 @@ class IdMapLoading:
 
     @property
     def is_done(self) -> bool:
-        """Whether all buckets are read."""
+        """True if all buckets are read."""
         return not self._to_read and not self._being_read
 
     def next(self) -> str | None:
