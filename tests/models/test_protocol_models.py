@@ -274,8 +274,7 @@ IDS_BUGS = {
     **{f"requests/{bug}": ids("requests") for bug in IDS.REQUEST_BUGS},
     **{f"waits/{bug}": ids("waits") for bug in IDS.WAITS_BUGS},
 }
-# Those that take more states than the others: `long` looks for them.
-IDS_BUGS_STATES_MAX = 1_000_000
+# Those that take seconds: `long` looks for them.
 IDS_BUGS_FOUND_LATE = (
     "ids/handout_ignores_staged_replace",
     "ids/passes_before_alone",
@@ -312,11 +311,7 @@ def table() -> Iterator[list[tuple[str, Explored]]]:
 @pytest.mark.rotating
 @pytest.mark.parametrize(("bug", "case"), PLANTED)
 def test_a_planted_bug_is_found_and_nothing_without_it(bug: str, case: Case, table: list[tuple[str, Explored]]) -> None:
-    states_max = BUG_STATES_MAX
-    if bug in LOGS_BUGS_FOUND_LATE:
-        states_max = LOGS_BUGS_STATES_MAX
-    elif bug in IDS_BUGS_FOUND_LATE:
-        states_max = IDS_BUGS_STATES_MAX
+    states_max = LOGS_BUGS_STATES_MAX if bug in LOGS_BUGS_FOUND_LATE else BUG_STATES_MAX
     # Two functions of the model of schedule ids have a bug of one name: the function stands before it.
     found = exploration.explore(case.system(frozenset(bug.split("/")[-1].split(","))), states_max)
     table.append((bug, found))
