@@ -35,6 +35,7 @@ COMMITS = load("protocol_model")
 ROWS = load("protocol_model_rows")
 SHARD = load("protocol_model_shard")
 LOGS = load("protocol_model_log")
+IDS = load("protocol_model_ids")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def explore(system: System, states_max: int) -> Explored:
                 if violation is not None:
                     return Explored(len(seen), violation, exhausted=False)
                 waiting.append(following)
-        except (AssertionError, ROWS.Bad, LOGS.Violation) as violation_of_a_step:
+        except (AssertionError, ROWS.Bad, LOGS.Violation, IDS.Bad) as violation_of_a_step:
             return Explored(len(seen), str(violation_of_a_step), exhausted=False)
     return Explored(len(seen), None, exhausted=not waiting)
 
@@ -141,3 +142,28 @@ def _broken_log(state: State) -> str | None:
     )
     found: str | None = next((violation for violation in checks if violation), None)
     return found or LOGS.check_fences(manifests, logs)
+
+
+def ids_system(model: Callable[..., Any], bugs: frozenset[str], *configuration: Any) -> System:
+    """Schedule ids: `model` is a function of the model, with one of its configurations if it has any.
+
+    The function hands what it explores to the model's own search, of which this takes the place.
+    """
+    searches = IDS.explore, IDS.walk
+    IDS.explore = IDS.walk = lambda _name, _bug, first, steps, wrong, _seconds: System(
+        first, lambda state: (following for _, following in steps(state)), lambda state, _: wrong(state)
+    )
+    try:
+        system: System = model(*configuration, *bugs)
+    finally:
+        IDS.explore, IDS.walk = searches
+    return system
+
+
+def ids_system_in_one_step(model: Callable[..., Any], bugs: frozenset[str]) -> System:
+    """Schedule ids: what a function of the model goes through by itself, as one step."""
+    return System(
+        0,
+        lambda state: [1] if state == 0 else [],
+        lambda state, _: "what the model goes through breaks an invariant" if model(*bugs)[0] else None,
+    )

@@ -17,12 +17,15 @@ import pytest
 from tests.models import exploration
 from tests.models.exploration import (
     COMMITS,
+    IDS,
     LOGS,
     ROWS,
     SHARD,
     Explored,
     System,
     commits_system,
+    ids_system,
+    ids_system_in_one_step,
     log_system,
     rows_system,
     shard_system,
@@ -66,6 +69,26 @@ def logs(name: str, budget: dict[str, Any] | None = None) -> Case:
     return Case(f"logs: {name}", lambda bugs: log_system(bugs, LOGS.RUNS[name] if budget is None else budget))
 
 
+def ids(name: str, **budget: Any) -> Case:
+    """A run of the model of schedule ids by its name: of `ids`, `load`, or of another of its functions.
+
+    `budget` takes the place of parts of the model's own.
+    """
+    model, _, run = name.partition("/")
+    function = getattr(IDS, model)
+
+    def system(bugs: frozenset[str]) -> System:
+        if model in ("requests", "waits"):
+            return ids_system_in_one_step(function, bugs)
+        if run:
+            own, what, given, *others = getattr(IDS, f"{model.upper()}_RUNS")[run]
+            return ids_system(function, bugs, (own, what, given | budget, *others))
+        whole = ids_system(function, bugs)
+        return dataclasses.replace(whole, first=whole.first._replace(**budget))
+
+    return Case(f"ids: {name}{', small' if budget else ''}", system)
+
+
 TAKEOVER = {
     "adds1": 2,
     "adds2": 1,
@@ -93,6 +116,9 @@ TWO_MERGERS = SEAL_AND_MERGE | {"adds1": 0, "seals1": 0, "merges": 2}
 
 # Budgets of the model of logs that are too large for any search but a random one.
 LOGS_FOR_WALKS = ("wide", "wide1")
+
+# A run of the model of schedule ids that is too large for any search but a random one
+IDS_FOR_WALKS = ("all at once",)
 
 SMALL = [
     commits("takeover", **TAKEOVER),
@@ -151,6 +177,26 @@ SMALL = [
         "giving back",
         LOGS.R_(1, (1, 0, 0, 0, 0, 0, 1, 0), (1, 1, 1, 0, 1, 0, 1, 0), (0, 1, 1, 0, 0, 0, 0, 0), gc=1, back=True),
     ),
+    ids("ids/adds", ops=3),
+    ids("ids/positions", ops=4),
+    ids("ids/replace", ops=2),
+    ids("ids/reschedule", ops=2),
+    ids("ids/takeover", ops=2, crash=1),
+    ids("ids/backlog", back=2, hand=2, crash=0),
+    ids("ids/storage", ops=2, sweep=0),
+    ids("ids/damage", ops=2),
+    ids("ids/numbers", ops=3, crash=0),
+    ids("ids/two ids", ops=3),
+    ids("ids/dead letters", back=2, hand=1),
+    ids("ids/taken"),
+    ids("load/merges", ops=1, merge=1),
+    ids("load/sweeps", ops=2, merge=0),
+    ids("load/damage", ops=1, quar=1),
+    ids("load/adds", ops=1),
+    ids("numbers", bud=(3, 3)),
+    ids("copies", ops=2),
+    ids("requests"),
+    ids("waits"),
 ]
 
 LARGE = [
@@ -160,6 +206,10 @@ LARGE = [
     shard(3, 1, 2, 1, 1, 1, 2),
     *(rows(name, **budget) for name, budget in ROWS.CORRECT),
     *(logs(name) for name in LOGS.RUNS if name not in LOGS_FOR_WALKS),
+    *(ids(f"ids/{name}") for name in IDS.IDS_RUNS if name not in IDS_FOR_WALKS),
+    *(ids(f"load/{name}") for name in IDS.LOAD_RUNS),
+    ids("numbers"),
+    ids("copies"),
 ]
 
 
@@ -216,6 +266,23 @@ LOGS_BUGS_FOUND_LATE = (
     "no_heads",
     "no_look",
 )
+IDS_BUGS = {
+    **{f"ids/{bug}": ids(f"ids/{run}") for bug, (run, _) in IDS.IDS_BUGS.items()},
+    **{f"load/{bug}": ids(f"load/{run}") for bug, (run, _) in IDS.LOAD_BUGS.items()},
+    **{f"numbers/{bug}": ids("numbers") for bug in IDS.NUMBERS_BUGS},
+    **{f"copies/{bug}": ids("copies") for bug in IDS.COPIES_BUGS},
+    **{f"requests/{bug}": ids("requests") for bug in IDS.REQUEST_BUGS},
+    **{f"waits/{bug}": ids("waits") for bug in IDS.WAITS_BUGS},
+}
+# Those that take seconds: `long` looks for them.
+IDS_BUGS_FOUND_LATE = (
+    "ids/handout_ignores_staged_replace",
+    "ids/passes_before_alone",
+    "load/missing_once",
+    "load/reads_are_newest",
+    "load/sweep_by_value",
+    "load/sweep_loses_later",
+)
 PLANTED = [
     *(pytest.param(bug, case, id=f"commits-{bug}") for bug, case in COMMITS_BUGS.items()),
     *(pytest.param(bug, case, id=f"shard-{bug}") for bug, case in SHARD_BUGS.items()),
@@ -223,6 +290,10 @@ PLANTED = [
     *(
         pytest.param(bugs, case, id=f"logs-{bugs}", marks=[pytest.mark.long] if bugs in LOGS_BUGS_FOUND_LATE else [])
         for bugs, case in LOGS_BUGS.items()
+    ),
+    *(
+        pytest.param(bug, case, id=f"ids-{bug}", marks=[pytest.mark.long] if bug in IDS_BUGS_FOUND_LATE else [])
+        for bug, case in IDS_BUGS.items()
     ),
 ]
 
@@ -241,7 +312,8 @@ def table() -> Iterator[list[tuple[str, Explored]]]:
 @pytest.mark.parametrize(("bug", "case"), PLANTED)
 def test_a_planted_bug_is_found_and_nothing_without_it(bug: str, case: Case, table: list[tuple[str, Explored]]) -> None:
     states_max = LOGS_BUGS_STATES_MAX if bug in LOGS_BUGS_FOUND_LATE else BUG_STATES_MAX
-    found = exploration.explore(case.system(frozenset(bug.split(","))), states_max)
+    # Two functions of the model of schedule ids have a bug of one name: the function stands before it.
+    found = exploration.explore(case.system(frozenset(bug.split("/")[-1].split(","))), states_max)
     table.append((bug, found))
     assert found.violation is not None, f"{found.states} states without a violation"
     without = exploration.explore(case.system(NO_BUGS), max(1_000, found.states))
@@ -251,6 +323,7 @@ def test_a_planted_bug_is_found_and_nothing_without_it(bug: str, case: Case, tab
 def test_every_planted_bug_of_the_models_is_one_of_these() -> None:
     assert len(COMMITS_BUGS | SHARD_BUGS | ROWS_BUGS) == 41
     assert len(LOGS_BUGS) == 49
+    assert len(IDS_BUGS) == 62
     named = re.compile(r"'(\w+)'(?: not)? in (?:cfg\.)?mut\b")
     for model, bugs in ((COMMITS, COMMITS_BUGS), (SHARD, SHARD_BUGS), (ROWS, ROWS_BUGS | ROWS_MISREADINGS)):
         source = (exploration.HERE / f"{model.__name__}.py").read_text(encoding="utf-8")
@@ -258,9 +331,12 @@ def test_every_planted_bug_of_the_models_is_one_of_these() -> None:
     source = (exploration.HERE / f"{LOGS.__name__}.py").read_text(encoding="utf-8")
     planted = {bug for bugs in LOGS_BUGS for bug in bugs.split(",")}
     assert set(re.findall(r"'(\w+)'(?: not)? in M\b", source)) - LOGS_NO_BUGS == planted
+    source = (exploration.HERE / f"{IDS.__name__}.py").read_text(encoding="utf-8")
+    assert set(re.findall(r"bug (?:==|!=) '(\w+)'", source)) <= {bug.split("/")[1] for bug in IDS_BUGS}
 
 
 registry.register("model of commits", COMMITS_BUGS)
 registry.register("model of shards", SHARD_BUGS)
 registry.register("model of rows", ROWS_BUGS)
 registry.register("model of logs", LOGS_BUGS)
+registry.register("model of schedule ids", IDS_BUGS)
