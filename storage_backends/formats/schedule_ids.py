@@ -17,8 +17,8 @@ import numpy.typing as npt
 U64 = npt.NDArray[np.uint64]
 Index = npt.NDArray[np.integer[Any]] | npt.NDArray[np.bool_] | slice
 
-# What was written to a `bytearray` does not change.
 Piece: TypeAlias = bytes | bytearray
+"""The bytes of ids. A `bytearray` grows by ids that no column has yet; the others stay as they are."""
 
 BYTES_MAX: Final = 256
 """The most bytes of an id."""

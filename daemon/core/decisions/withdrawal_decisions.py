@@ -25,6 +25,7 @@ from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, bitmap_of, c
 from daemon.errors import InvalidArgument, InvariantViolated
 from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.schedule_ids import ScheduleIds
 from storage_backends.formats.slot_format import GoneReason, GoneRecord, RescheduleRecord, WaiveRecord
 
 Mask = npt.NDArray[np.bool_]
@@ -32,13 +33,17 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RescheduleBatch:
-    """Positions and their new times: columns of n rows, with exactly one of `deliver_at_ms` and `delay_ms`."""
+    """Positions and their new times: columns of n rows, with exactly one of `deliver_at_ms` and `delay_ms`.
+
+    `schedule_ids` are those of n rows, or None if none has one.
+    """
 
     ledger_id: U64
     entry_id: U64
     deliver_at_ms: U64 | None
     delay_ms: U64 | None
     key_hash: U32 | None
+    schedule_ids: ScheduleIds | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

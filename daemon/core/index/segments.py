@@ -106,7 +106,7 @@ class SegmentCache:
         rows = self._segments.get((bucket, number))
         if rows is not None and (bucket, number) not in self._spent:
             self._spent.add((bucket, number))
-            self._spent_rows += _taken_by(rows)
+            self._spent_rows += taken_by(rows)
             self._segments.move_to_end((bucket, number), last=False)
 
     def rows_of(self, bucket: str) -> int:
@@ -119,18 +119,18 @@ class SegmentCache:
         self.discard(bucket, number)
         self._segments[bucket, number] = rows
         self._of_bucket.setdefault(bucket, set()).add(number)
-        self.rows += _taken_by(rows)
+        self.rows += taken_by(rows)
         while self.rows > self._budget_rows and len(self._segments) > 1:
             self.discard(*next(iter(self._segments)))
 
     def discard(self, bucket: str, number: int) -> None:
         rows = self._segments.pop((bucket, number), None)
         if rows is not None:
-            self.rows -= _taken_by(rows)
+            self.rows -= taken_by(rows)
             self._of_bucket[bucket].discard(number)
             if (bucket, number) in self._spent:
                 self._spent.remove((bucket, number))
-                self._spent_rows -= _taken_by(rows)
+                self._spent_rows -= taken_by(rows)
 
     def discard_bucket(self, bucket: str) -> None:
         for number in tuple(self._of_bucket.get(bucket, ())):
@@ -138,7 +138,7 @@ class SegmentCache:
         self._of_bucket.pop(bucket, None)
 
 
-def _taken_by(rows: KeyedRows) -> int:
+def taken_by(rows: KeyedRows) -> int:
     """Return how many rows without ids take as much memory."""
     ids = rows.rows.schedule_ids
     if ids is None:
