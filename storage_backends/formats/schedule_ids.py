@@ -8,6 +8,7 @@ of a column that grows. `column_format` encodes the column.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
@@ -195,7 +196,7 @@ class IdPieces:
 
     def take_in(self, ids: ScheduleIds) -> U64:
         """Return the references of ids, u64[n], for `column`."""
-        if ids.pieces is self._shown or ids.pieces == tuple(self._pieces[: len(ids.pieces)]):
+        if ids.pieces is self._shown or self._begins_with(ids.pieces):
             return ids.references
         lengths = ids.lengths
         size_bytes = int(lengths.sum())
@@ -205,6 +206,13 @@ class IdPieces:
         ids, number = ids.compact(), len(self._pieces)
         self._pieces += ids.pieces
         return ids.references + np.uint64(number << int(_PIECE_SHIFT))
+
+    def _begins_with(self, pieces: tuple[Piece, ...]) -> bool:
+        """Return whether a column that was made earlier has these pieces.
+
+        Equal bytes are not enough: those behind what is used of a block may change.
+        """
+        return len(pieces) <= len(self._pieces) and all(map(operator.is_, pieces, self._pieces))
 
     def _copied(self, content: bytes, size_bytes: int) -> int:
         """Copy ids to the block, or to a new one; return where they start in it."""
