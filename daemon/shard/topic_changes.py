@@ -232,7 +232,7 @@ class TopicChanges:
     async def require_ids(self, topic: ServedTopic) -> None:
         """Commit that readers of the shard and of the topic must know schedule ids, before the first row with one.
 
-        Raises Unavailable if that takes too long; then nothing was added.
+        Raises Unavailable if that takes too long; then no row has changed.
         """
         if topic.requires_ids:
             return
@@ -247,7 +247,7 @@ class TopicChanges:
         except TimeoutError:
             raise Unavailable(
                 f"topic {topic.core.name} has no schedule id yet, and the store has not answered for "
-                f"{STALL_ANSWER_S:.0f} s; nothing was added, try again"
+                f"{STALL_ANSWER_S:.0f} s; no row was changed, try again"
             ) from None
 
     async def delete(self, topic: ServedTopic) -> TopicDeleted:

@@ -15,7 +15,7 @@ from tests.daemon.core._support import merges
 from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, batch_of
 from tests.daemon.core._support.nacking import nack, stage_nack, stage_overdue, stage_replay, terms
 from tests.daemon.core._support.oracle import Claim
-from tests.daemon.core._support.withdrawing import reschedule
+from tests.daemon.core._support.withdrawing import cancel, reschedule
 from tests.storage_backends.formats._support.known_ids import known_ids
 
 NOW_MS = 1_000_000
@@ -221,6 +221,15 @@ def test_a_position_that_is_added_again_has_the_id_of_its_new_row(place: Callabl
     asked = bitmap_of(index.pages.find(np.array([7] * 12, np.uint64), np.arange(12, dtype=np.uint64)))
     assert len(index.with_ids_among(asked)) == 2
     assert topic.received(after_ms=1) == {(7, 0): b"another", (7, 1): b"", (7, 2): b"order-2"}
+
+
+def test_a_row_that_takes_the_place_of_a_cancelled_one_comes_with_its_own_id() -> None:
+    topic = Topic()
+    again = [(7, 0), (7, 1), (7, 2)]
+    assert cancel(topic, again).left == 3
+    topic.stage_add(batch_of(again, deliver_at_ms=[DUE_MS] * 3, schedule_ids=[b"another", b"", b"order-2"]))
+    topic.commit()
+    assert topic.received() == {**EXPECTED, (7, 0): b"another", (7, 1): b"", (7, 2): b"order-2"}
 
 
 def test_rows_without_ids_have_no_column_of_them_anywhere() -> None:

@@ -136,3 +136,14 @@ def test_ids_of_few_rows_do_not_keep_those_of_many() -> None:
     assert joined.tolist() == [b"order-%d" % row for row in range(0, 5_000, 50)]
     most = rows.take(slice(0, 4_000))
     assert most.compact() is most
+
+
+def test_of_two_rows_of_a_position_that_differ_in_their_ids_alone_the_last_one_is_passed() -> None:
+    pages = PageTable()
+    bucket = MutableBucket(pages, horizon_ms=0)
+    old, new = with_ids(pages, range(3), [b"a", b"", b"c"]), with_ids(pages, range(3), [b"", b"b", b"d"])
+    keys = bitmap_of(old.keys)
+    bucket.add(old, keys, elapsed_ms=0)
+    bucket.remove(keys)
+    bucket.add(new, keys, elapsed_ms=0)
+    assert bucket.pass_rows(KeyedRows.concat([old, new])).rows.listed_ids() == [b"", b"b", b"d"]
