@@ -21,6 +21,7 @@ from daemon.core.key_shared.hash_slots import HashRange
 from daemon.core.key_shared.key_shared_stats import ConsumerStats, KeySharedStats
 from storage_backends.formats.manifest import NamedValues, SubscriptionPolicy, TopicPolicy
 from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.schedule_ids import ScheduleIds
 
 # Trailing metadata of `Check` of the health service: a mark of a standby, and `Health.reason` in UTF-8
 HEALTH_STANDS_BY_KEY = "stands-by"
@@ -104,8 +105,9 @@ class Nack:
     """Positions to redeliver later or, with `reject`, never; `text` may then say why.
 
     `key_hash` is u32[n] for positions without a row that the subscription is owed. They have `deliver_at_ms` 0 if Tarry
-    has not delivered them, or are `forwarded` if they were acknowledged when they were passed on. `delay_ms` is u64[n]
-    and `delay_level` i32[n]; if both are None, the subscription's policy applies.
+    has not delivered them, or are `forwarded` if they were acknowledged when they were passed on. `schedule_ids` are
+    those of the same positions, or None if none has one. `delay_ms` is u64[n] and `delay_level` i32[n]; if both are
+    None, the subscription's policy applies.
     """
 
     positions: HeldPositions
@@ -115,6 +117,7 @@ class Nack:
     text: str = ""
     key_hash: U32 | None = None
     forwarded: bool = False
+    schedule_ids: ScheduleIds | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

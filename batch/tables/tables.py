@@ -28,6 +28,7 @@ from storage_backends.formats import index_ids
 from storage_backends.formats.bucket_format import SegmentInfo
 from storage_backends.formats.manifest import LiveBucket
 from storage_backends.formats.row_columns import U64, Rows
+from storage_backends.formats.schedule_ids import ScheduleIds
 from storage_backends.object_store import ObjectStore
 
 U64_MAX: Final = (1 << 64) - 1
@@ -146,6 +147,7 @@ ROWS: Final = (
     Column("deliver_at", _TIMESTAMP, "When it is due; null beyond the year 9999.", nullable=True),
     Column("deliver_at_ms", pa.int64(), "The same in ms since 1970 (u64, bit view)."),
     Column("key_hash", pa.int64(), "The hash of its key, 0 to 2^32 - 1; null: its bucket has none.", nullable=True),
+    Column("schedule_id", pa.string(), "Its schedule id; null: it has none.", nullable=True),
     Column("bucket", pa.string(), "The object that has it; null: no sealed bucket yet.", nullable=True),
 )
 
@@ -357,6 +359,7 @@ def _rows_batch(source: _Source, rows: Rows) -> pa.RecordBatch:
             timestamps(rows.deliver_at_ms),
             bit_view(rows.deliver_at_ms),
             hashes,
+            pa.nulls(count, pa.string()) if rows.schedule_ids is None else _texts(rows.schedule_ids),
             _repeated(key, count),
         ],
     )
@@ -478,6 +481,15 @@ def timestamps(times_ms: U64) -> pa.Array:
 def _optional_timestamps(times_ms: Sequence[int | None]) -> pa.Array:
     micros = [None if each is None or each > TIMESTAMP_MS_MAX else each * 1000 for each in times_ms]
     return pa.array(micros, pa.int64()).cast(_TIMESTAMP)
+
+
+def _texts(ids: ScheduleIds) -> pa.Array:
+    """Return schedule ids, null for a row without one."""
+    ends = np.zeros(len(ids) + 1, np.int32)
+    ends[1:] = np.cumsum(ids.lengths)
+    has_id = np.packbits(ids.lengths != 0, bitorder="little")
+    buffers = [pa.py_buffer(has_id), pa.py_buffer(ends), pa.py_buffer(ids.gathered())]
+    return pa.Array.from_buffers(pa.string(), len(ids), buffers)
 
 
 def _repeated(value: str | None, count: int) -> pa.Array:

@@ -110,7 +110,9 @@ class Requests:
         self._check_names(topic, subscription)
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
         if subscription is not None:
-            async with self._served(topic) as (_, served):
+            async with self._served(topic) as (shard, served):
+                if batch.schedule_ids is not None:
+                    await shard.changes.require_ids(served)
                 return await served.adds.add(batch, subscription, caller)
         shard = self._engine.shard_of(topic)
         if await shard.topic(topic) is None:
@@ -121,6 +123,8 @@ class Requests:
             shard.pending.check(len(batch.entry_id) - len(refused))
         with shard.effects_on(topic) as effects:
             served = await shard.topic_to_write(topic, effects)
+            if batch.schedule_ids is not None:
+                await shard.changes.require_ids(served)
             with served.failing(InvariantViolated):
                 return await served.adds.add(batch, None, caller)
 
@@ -132,7 +136,9 @@ class Requests:
         self._check_topic(topic)
         limits.check_rows("entry_id", len(batch.entry_id), self._limits.rows_max)
         owned = self._engine.shard_of(topic).topics.get(topic)
-        return None if owned is None else owned.adds.add_at_once(batch, caller)
+        if owned is None or (batch.schedule_ids is not None and not owned.requires_ids):
+            return None
+        return owned.adds.add_at_once(batch, caller)
 
     def add_row(self, topic: str, row: AddRow, caller: Caller) -> asyncio.Future[AddOutcome] | None:
         """Add a row like `add_at_once`, together with others that come at about the same time."""
@@ -152,7 +158,9 @@ class Requests:
     async def reschedule(self, topic: str, subscription: str | None, batch: RescheduleBatch) -> RescheduleOutcome:
         """Give positions other times before they are due, like `cancel`. Raises NotFound, DelayTooLong."""
         self._check_positions(topic, subscription, batch.ledger_id, batch.entry_id)
-        async with self._served(topic) as (_, served):
+        async with self._served(topic) as (shard, served):
+            if batch.schedule_ids is not None:
+                await shard.changes.require_ids(served)
             return await served.withdrawals.reschedule(subscription, batch)
 
     async def contains(self, topic: str, asked: EntryRanges, subscription: str | None) -> Contained:
@@ -263,7 +271,9 @@ class Requests:
         DelayTooLong, QuotaExceeded.
         """
         self._check_names(topic, subscription)
-        async with self._served(topic) as (_, served):
+        async with self._served(topic) as (shard, served):
+            if nack.schedule_ids is not None:
+                await shard.changes.require_ids(served)
             return await served.nacks.negative_acknowledge(served.subscription(subscription), nack, awaited=True)
 
     async def extend_lease(self, topic: str, subscription: str, claims: HeldPositions, lease_ms: int) -> Ignored:

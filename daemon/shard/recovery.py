@@ -283,7 +283,10 @@ def _sealed_bucket(
     rows = pages.from_stored(metadata.positions)
     gone = pages.from_stored(bits.gone) if bits is not None else BitMap64()
     named = pages_of(rows)
-    restored = SealedBucket(live, table.segments, present=rows - gone, gone=GoneSet(gone), pages=pages)
+    with_ids = pages.from_stored(metadata.id_positions) or None
+    restored = SealedBucket(
+        live, table.segments, present=rows - gone, gone=GoneSet(gone), pages=pages, with_ids=with_ids
+    )
     if bits is not None:
         restored.acknowledged = stored_topic.acknowledged_from_stored(pages, bits.acknowledged)
     # Some pages may have no row left.

@@ -27,7 +27,7 @@ from daemon.runtime.environment import Environment
 from daemon.runtime.failure_scope import TopicFailed
 from daemon.shard import range_operations
 from daemon.shard.checkpointing import Checkpointing, ShardState
-from daemon.shard.range_operations import KnownTip, Settle
+from daemon.shard.range_operations import KnownTip, RequireOfShard, Settle
 from daemon.shard.recovery import ShardClaim
 from daemon.shard.tail_bound import TailBound
 from daemon.shard.topic_changes import TopicChanges
@@ -271,24 +271,30 @@ class ServedShard:
             await self._environment.sleep(wait_s)
         self._alone.set_result(None)
         self.is_alone = True
-        settled = await backoff.until_answered(
+        await self._commit(Settle(epoch=self.epoch), "that it is settled")
+
+    async def _commit(self, operation: commit.Operation[manifest.ShardManifest], what: str) -> None:
+        """Commit to the shard's manifest, however long the store is unreachable. Raises commit.Refused."""
+        committed = await backoff.until_answered(
             lambda: self._environment.pools.journal.run(
                 lambda: topic_manifests.commit_once(
-                    self._environment,
-                    self._shard_log,
-                    Settle(epoch=self.epoch),
-                    warm=self.tip.newest,
-                    deadline_s=SETTLE_S,
+                    self._environment, self._shard_log, operation, warm=self.tip.newest, deadline_s=SETTLE_S
                 )
             ),
             failed=lambda error: log.warning(
-                "shard %d: that it is settled cannot be noted, trying again: %s", self.number, error
+                "shard %d: %s cannot be noted, trying again: %s", self.number, what, error
             ),
             waiting=self._environment,
             again_after=commit.UNCERTAIN,
         )
-        self.tip.saw(settled)
-        self._log.manifest_committed(settled.manifest)
+        self.tip.saw(committed)
+        self._log.manifest_committed(committed.manifest)
+
+    async def require(self, requirement: str) -> None:
+        """Commit what readers of the shard must know, if that is not done. Raises commit.Refused."""
+        if requirement not in self.tip.newest.manifest.requires:
+            operation = RequireOfShard(requirement=requirement, epoch=self.epoch)
+            await self._commit(operation, f"that it requires {requirement}")
 
     # ---- slots
 

@@ -24,7 +24,7 @@ from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index.delay_levels import DelayLevels
 from daemon.errors import AlreadyExists, NotFound, NotOwner, OutcomeUnknown, QuotaExceeded, Unavailable
 from daemon.group_commit.request_effects import RequestEffects
-from daemon.group_commit.shard_slots import ShardSlots
+from daemon.group_commit.shard_slots import STALL_ANSWER_S, ShardSlots
 from daemon.runtime import backoff
 from daemon.runtime.due_loop import FairShare
 from daemon.runtime.environment import Environment
@@ -32,7 +32,7 @@ from daemon.topic import stored_topic, topic_settings
 from daemon.topic.served_topic import ServedTopic
 from daemon.topic.topic_manifests import Operation
 from storage_backends import commit
-from storage_backends.formats import names
+from storage_backends.formats import names, requirements
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import (
     NamedValues,
@@ -44,7 +44,7 @@ from storage_backends.formats.manifest import (
     TopicPolicy,
 )
 from storage_backends.formats.slot_format import DeadLetterReason
-from storage_backends.topic_manifest import DeleteTopic, SetDelayLevels, SetPolicy, SetSubscriptions
+from storage_backends.topic_manifest import DeleteTopic, RequireOfTopic, SetDelayLevels, SetPolicy, SetSubscriptions
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,10 @@ class ShardOfChanges(Protocol):
 
     async def superseded(self, refused: commit.Refused) -> NotOwner:
         """Lose the shard, since a commit was refused; return the error for the caller."""
+        ...
+
+    async def require(self, requirement: str) -> None:
+        """Commit what readers of the shard must know, if that is not done. Raises commit.Refused."""
         ...
 
     def forget_topic(self, name: str, error: Exception) -> None:
@@ -224,6 +228,27 @@ class TopicChanges:
     ) -> None:
         await self._commit(topic, lambda tip: SetDelayLevels(levels=table, epoch=self._shard.epoch), effects)
         topic.settings = topic_settings.settings_of(self._environment, topic.settings.policy, table)
+
+    async def require_ids(self, topic: ServedTopic) -> None:
+        """Commit that readers of the shard and of the topic must know schedule ids, before the first row with one.
+
+        Raises Unavailable if that takes too long; then no row has changed.
+        """
+        if topic.requires_ids:
+            return
+        try:
+            async with asyncio.timeout(STALL_ANSWER_S):
+                await self._shard.require(requirements.SCHEDULE_IDS)
+                await topic.manifests.commit(
+                    lambda tip: RequireOfTopic(requirement=requirements.SCHEDULE_IDS, epoch=self._shard.epoch)
+                )
+        except commit.Refused as refused:
+            raise await self._shard.superseded(refused) from refused
+        except TimeoutError:
+            raise Unavailable(
+                f"topic {topic.core.name} has no schedule id yet, and the store has not answered for "
+                f"{STALL_ANSWER_S:.0f} s; no row was changed, try again"
+            ) from None
 
     async def delete(self, topic: ServedTopic) -> TopicDeleted:
         """Delete the topic with everything in it; end its streams with NotFound.

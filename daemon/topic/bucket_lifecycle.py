@@ -24,12 +24,14 @@ import operator
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
+from pyroaring import BitMap64
+
 from daemon.call_values import Sealed
 from daemon.core.decisions.topic_state import RedeliveryCut, TopicState
 from daemon.core.index.bucket import SealedBucket
 from daemon.core.index.index import BucketBits, IndexCut
 from daemon.core.index.mutable_bucket import MutableBucket, MutableRows
-from daemon.core.index.position_keys import KeyedRows
+from daemon.core.index.position_keys import KeyedRows, bitmap_of
 from daemon.errors import OutcomeUnknown, Unavailable
 from daemon.runtime import backoff
 from daemon.runtime.environment import Environment
@@ -64,11 +66,12 @@ class SealCut:
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class WrittenBucket:
-    """The object written for a cut. `rows` are its rows in due order."""
+    """The object written for a cut. `rows` are its rows in due order, `with_ids` the positions with ids, or None."""
 
     live: manifest.LiveBucket
     table: bucket_format.BucketTable
     rows: KeyedRows
+    with_ids: BitMap64 | None
 
 
 def write_bucket(
@@ -86,7 +89,9 @@ def write_bucket(
     store.put(cut.key, encoded.body)
     crash_point("seal.after_bucket_put")
     live = encoded.live_bucket(cut.key, base=cut.base, subscription_id=cut.index_id)
-    return WrittenBucket(live, encoded.table, rows)
+    ids = rows.rows.schedule_ids
+    with_ids = bitmap_of(rows.keys[ids.lengths != 0]) if ids is not None else None
+    return WrittenBucket(live, encoded.table, rows, with_ids or None)
 
 
 def progress_of(cuts: Sequence[SealCut], bits: Iterable[BucketBits], redelivery: RedeliveryCut) -> manifest.Progress:
@@ -528,6 +533,7 @@ class BucketLifecycle:
                     present=memory.present,
                     gone=memory.gone_since_cut(),
                     pages=index.pages,
+                    with_ids=bucket.with_ids,
                 )
             self._topic.finish_seal(cut.index_id, memory, sealed, rows, near_ms=near_ms)
         self._changed()

@@ -48,6 +48,7 @@ from daemon.topic.topic_manifests import TopicManifests
 from daemon.topic.topic_quotas import TopicQuotas
 from daemon.topic.topic_withdrawals import TopicWithdrawals
 from storage_backends import commit
+from storage_backends.formats import requirements
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.manifest import TopicDelayLevels, TopicPolicy
 from storage_backends.formats.row_columns import U64
@@ -224,6 +225,11 @@ class ServedTopic:
         self._withheld: frozenset[int] = frozenset()
 
     # ---- requests
+
+    @property
+    def requires_ids(self) -> bool:
+        """True if rows with schedule ids may be added: readers of the topic must know them."""
+        return requirements.SCHEDULE_IDS in self.manifests.manifest.requires
 
     def check_room(self) -> None:
         """Raise QuotaExceeded if too many buckets wait for their seal to accept more rows."""

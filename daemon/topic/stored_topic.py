@@ -98,6 +98,7 @@ def _dead_letters(frozen: FrozenDeadLetters, zstd: zstandard.ZstdCompressor) -> 
         rows.reason,
         rows.text_index,
         rows.texts,
+        rows.schedule_ids,
     )
     return redelivery_columns.encode_dead_letters(columns, zstd)
 
@@ -138,8 +139,7 @@ def restore_redeliveries(topic: TopicState, progress: manifest.Progress) -> None
             nacked, times = _nacked_of(topic, stored)
             dead_letters = DeadLetterRows.empty()
             if stored.dead_letters is not None:
-                # Schedule ids, the last column, are refused before (`requirements`).
-                dead_letters = DeadLetterRows(*redelivery_columns.decode_dead_letters(stored.dead_letters)[:-1])
+                dead_letters = DeadLetterRows(*redelivery_columns.decode_dead_letters(stored.dead_letters))
         except format_errors.FormatError as error:
             raise Corruption(f"progress of subscription {stored.subscription_id}: {error}") from error
         planes = _planes_of(topic, stored)

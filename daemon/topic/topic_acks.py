@@ -394,7 +394,15 @@ class NackRequests:
         if delay_ms is not None:
             limits.check_delay(field, delay_ms, settings.request_limits.delay_max_ms)
         text = nack.text if nack.reject else ""
-        return NackBatch(positions, delay_ms, nack.key_hash, reject=nack.reject, text=text, forwarded=nack.forwarded)
+        return NackBatch(
+            positions,
+            delay_ms,
+            nack.key_hash,
+            reject=nack.reject,
+            text=text,
+            forwarded=nack.forwarded,
+            schedule_ids=nack.schedule_ids,
+        )
 
     def terms(self, state: SubscriptionState) -> RedeliveryTerms:
         """Return the terms of redeliveries that apply to a subscription now."""

@@ -61,7 +61,7 @@ class TopicWithdrawals:
             now_ms=now_ms,
             delay_max_ms=topic.settings.request_limits.delay_max_ms,
         )
-        rows = Rows(times, batch.ledger_id, batch.entry_id, batch.key_hash)
+        rows = Rows(times, batch.ledger_id, batch.entry_id, batch.key_hash, batch.schedule_ids)
         admission = topic.quotas.move(now_ms=now_ms)
         records, outcome = core.withdrawals.stage_reschedule(
             asked,

@@ -404,7 +404,7 @@ def _unpacked(found: Found) -> tuple[Rows, U32 | None]:
         return rows, None
     entry_id, batch_index = rows.entry_id.copy(), np.full(len(rows), index_ids.NO_BATCH_INDEX, np.uint32)
     entry_id[parts], batch_index[parts] = index_ids.of_part(rows.entry_id[parts])
-    return Rows(rows.deliver_at_ms, rows.ledger_id, entry_id, rows.key_hash), batch_index
+    return dataclasses.replace(rows, entry_id=entry_id), batch_index
 
 
 def _buckets(indexes: Sequence[Index]) -> list[tuple[Bucket, PageTable]]:

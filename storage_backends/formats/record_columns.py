@@ -158,8 +158,6 @@ class NackRecord(_OfRows):
     def __post_init__(self) -> None:
         _check_index(self)
         _check_columns(self)
-        if self.rows.schedule_ids is not None and not self.added:
-            raise ValueError("rows that are not new have their schedule ids already")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)

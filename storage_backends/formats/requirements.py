@@ -14,7 +14,7 @@ from storage_backends.formats import format_errors
 
 SCHEDULE_IDS: Final = "schedule_ids"
 
-KNOWN: frozenset[str] = frozenset()
+KNOWN: frozenset[str] = frozenset({SCHEDULE_IDS})
 """The requirements that this release meets in every daemon and job; a heartbeat reports them.
 
 A name belongs here once rows keep what it stands for on every way that they go. Until then its objects are refused.

@@ -75,6 +75,10 @@ class Rows:
         """True if a row has a schedule id."""
         return self.schedule_ids is not None and bool(self.schedule_ids)
 
+    def listed_ids(self) -> list[bytes]:
+        """Return the schedule id of each row; empty bytes stand for none."""
+        return [b""] * len(self) if self.schedule_ids is None else self.schedule_ids.tolist()
+
     def __len__(self) -> int:
         return len(self.deliver_at_ms)
 

@@ -1,20 +1,25 @@
 """Holds the schedule ids of rows as a column of references to pieces of bytes.
 
 A piece is the ids of one add or segment, one behind the other. Rows are taken and joined by their references; the bytes
-stay where they are until they are stored or sent. `column_format` encodes the column.
+stay where they are until they are stored or sent, or until few rows of a piece are left. `IdPieces` collects the pieces
+of a column that grows. `column_format` encodes the column.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 U64 = npt.NDArray[np.uint64]
 Index = npt.NDArray[np.integer[Any]] | npt.NDArray[np.bool_] | slice
+
+Piece: TypeAlias = bytes | bytearray
+"""The bytes of ids. A `bytearray` grows by ids that no column has yet; the others stay as they are."""
 
 BYTES_MAX: Final = 256
 """The most bytes of an id."""
@@ -33,6 +38,13 @@ PIECE_BYTES_MAX: Final = (1 << _START_BITS) - 1
 _FEW = 16
 # Ids copied at a time: an index of 8 bytes stands for each of their bytes meanwhile.
 _COPIED = 8192
+# Ids of which a piece has fewer, on average, are copied to one piece when they are joined.
+_IDS_A_PIECE = 16
+# Pieces of more than this many times the bytes that are needed are copied, or are read id by id.
+_WASTE = 4
+# Ids of at most so many bytes are copied to a block; a block has at most so many bytes.
+_COPIED_BYTES_MAX = 1 << 12
+_BLOCK_BYTES, _BLOCK_BYTES_MAX = 1 << 10, 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -42,7 +54,7 @@ class ScheduleIds:
     Neither the pieces nor the references are copied, and they must not be changed afterwards.
     """
 
-    pieces: tuple[bytes, ...]
+    pieces: tuple[Piece, ...]
     references: U64
 
     @staticmethod
@@ -53,9 +65,7 @@ class ScheduleIds:
         """
         if wrong := wrong_with(lengths, piece):
             raise ValueError(wrong)
-        starts = np.cumsum(lengths, dtype=np.uint64)
-        starts -= lengths
-        return ScheduleIds((piece,), starts << _START_SHIFT | lengths)
+        return ScheduleIds((piece,), _references(lengths))
 
     @staticmethod
     def none(rows: int) -> ScheduleIds:
@@ -66,12 +76,12 @@ class ScheduleIds:
     def concat(columns: Sequence[ScheduleIds | None], rows: Sequence[int]) -> ScheduleIds | None:
         """Concatenate the columns of so many rows each; None stands for a column without ids.
 
-        Parts of one column share its pieces.
+        Parts of one column share its pieces. Short pieces are joined to one.
         """
         if all(column is None for column in columns):
             return None
         parts = [ScheduleIds.none(count) if each is None else each for each, count in zip(columns, rows, strict=True)]
-        pieces: list[bytes] = []
+        pieces: list[Piece] = []
         first: dict[int, int] = {}
         references = []
         for part in parts:
@@ -82,7 +92,8 @@ class ScheduleIds:
             references.append(part.references + (np.uint64(number) << _PIECE_SHIFT) if number else part.references)
         if len(pieces) > _PIECES_MAX:
             raise ValueError(f"{len(pieces)} pieces of schedule ids; there may be {_PIECES_MAX}")
-        return ScheduleIds(tuple(pieces), np.concatenate(references))
+        joined = ScheduleIds(tuple(pieces), np.concatenate(references))
+        return joined.copied() if joined._has_short_pieces else joined
 
     def __len__(self) -> int:
         return len(self.references)
@@ -106,7 +117,7 @@ class ScheduleIds:
         starts = (self.references >> _START_SHIFT & _START_MASK).tolist()
         numbers = (self.references >> _PIECE_SHIFT).tolist()
         return [
-            self.pieces[number][start : start + length] if length else b""
+            bytes(self.pieces[number][start : start + length]) if length else b""
             for number, start, length in zip(numbers, starts, lengths, strict=True)
         ]
 
@@ -121,6 +132,8 @@ class ScheduleIds:
         starts = held >> _START_SHIFT & _START_MASK
         used, place = np.unique(numbers, return_inverse=True)
         pieces = [self.pieces[number] for number in used.tolist()]
+        if sum(map(len, pieces)) > _WASTE * int(lengths.sum()):
+            return b"".join(self.tolist())
         if len(pieces) > 1:
             begins = np.cumsum([0, *map(len, pieces[:-1])], dtype=np.uint64)
             starts = starts + begins[place]
@@ -135,7 +148,22 @@ class ScheduleIds:
 
     def copied(self) -> ScheduleIds:
         """Return the same ids in a piece of their own, so that others can be freed."""
-        return ScheduleIds.of_piece(self.lengths, self.gathered())
+        return ScheduleIds((self.gathered(),), _references(self.lengths))
+
+    def compact(self) -> ScheduleIds:
+        """Return the same ids, to keep: in a piece of their own unless they need a good part of their pieces."""
+        if self._has_short_pieces or sum(map(len, self.pieces)) > _WASTE * self.size_bytes:
+            return self.copied()
+        return self
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the ids (bytes), without their references."""
+        return int(self.lengths.sum())
+
+    @property
+    def _has_short_pieces(self) -> bool:
+        return len(self.pieces) > max(_FEW, len(self) // _IDS_A_PIECE)
 
     def words(self) -> U64:
         """Return the ids as u64[n, w], little-endian, with zeros behind each."""
@@ -144,6 +172,73 @@ class ScheduleIds:
         padded = np.zeros((len(self), 8 * width), np.uint8)
         padded[np.arange(8 * width, dtype=np.uint64) < lengths[:, None]] = np.frombuffer(self.gathered(), np.uint8)
         return padded.view("<u8").astype(np.uint64, copy=False)
+
+
+_NO_BLOCK: Final = bytearray()
+
+
+class IdPieces:
+    """Pieces of the schedule ids of a column that grows.
+
+    Pieces never move, and what is in one never changes, so a column that was made of them stays right. Long pieces are
+    taken as they are; ids of few bytes are copied to blocks, so that a row that comes alone costs no object.
+    """
+
+    __slots__ = ("_block", "_block_number", "_block_used", "_pieces", "_shown")
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._shown: tuple[Piece, ...] = ()
+        # The last piece of copies, its number, and how much of it is used (bytes)
+        self._block = _NO_BLOCK
+        self._block_number = 0
+        self._block_used = 0
+
+    def take_in(self, ids: ScheduleIds) -> U64:
+        """Return the references of ids, u64[n], for `column`."""
+        if ids.pieces is self._shown or self._begins_with(ids.pieces):
+            return ids.references
+        lengths = ids.lengths
+        size_bytes = int(lengths.sum())
+        if size_bytes <= _COPIED_BYTES_MAX:
+            start = self._copied(ids.gathered(), size_bytes)
+            return _references(lengths) + np.uint64(self._block_number << int(_PIECE_SHIFT) | start << _LENGTH_BITS)
+        ids, number = ids.compact(), len(self._pieces)
+        self._pieces += ids.pieces
+        return ids.references + np.uint64(number << int(_PIECE_SHIFT))
+
+    def _begins_with(self, pieces: tuple[Piece, ...]) -> bool:
+        """Return whether a column that was made earlier has these pieces.
+
+        Equal bytes are not enough: those behind what is used of a block may change.
+        """
+        return len(pieces) <= len(self._pieces) and all(map(operator.is_, pieces, self._pieces))
+
+    def _copied(self, content: bytes, size_bytes: int) -> int:
+        """Copy ids to the block, or to a new one; return where they start in it."""
+        start = self._block_used
+        if start + size_bytes > len(self._block):
+            grown = min(_BLOCK_BYTES_MAX, max(_BLOCK_BYTES, 2 * len(self._block)))
+            self._block, self._block_number, start = bytearray(max(grown, size_bytes)), len(self._pieces), 0
+            self._pieces.append(self._block)
+        self._block_used = start + size_bytes
+        self._block[start : start + size_bytes] = content
+        return start
+
+    def column(self, references: U64) -> ScheduleIds:
+        """Return the ids of references that `take_in` returned; 0 refers to no id."""
+        if len(self._shown) != len(self._pieces):
+            self._shown = tuple(self._pieces)
+        return ScheduleIds(self._shown, references)
+
+
+def _references(lengths: U64) -> U64:
+    """Return references to ids that lie one behind the other in the first piece."""
+    references = np.cumsum(lengths, dtype=np.uint64)
+    references -= lengths
+    references <<= _START_SHIFT
+    references |= lengths
+    return references
 
 
 def _places(starts: U64, lengths: U64) -> U64:

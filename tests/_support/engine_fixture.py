@@ -40,6 +40,7 @@ from storage_backends.formats.manifest import (
     decode_shard_manifest,
     decode_topic_manifest,
 )
+from storage_backends.formats.schedule_ids import ScheduleIds
 from storage_backends.memory_store import MemoryStore
 from storage_backends.object_store import ObjectStore
 from tests._support.fault_store import Call, Decide, Fault, FaultStore, Pause, Script
@@ -259,6 +260,7 @@ class Daemon(Process):
         delay_ms: int = 1_000,
         *,
         subscription: str | None = None,
+        schedule_ids: Sequence[bytes] | None = None,
     ) -> asyncio.Task[AddOutcome]:
         """Adds entries of a ledger that are due `delay_ms` from now, by absolute times; for all, or for one alone."""
         count = len(entries)
@@ -269,6 +271,9 @@ class Daemon(Process):
             delay_ms=None,
             key_hash=None,
             return_already_due=False,
+            schedule_ids=None
+            if schedule_ids is None
+            else ScheduleIds.of_piece(np.array(list(map(len, schedule_ids)), np.uint64), b"".join(schedule_ids)),
         )
         return self.call(self.engine.requests.add(topic, batch, subscription))
 
@@ -296,12 +301,16 @@ class Held:
 
 
 class Receiver:
-    """A stream whose messages are taken as they come: (ledger, entry, deliver_at_ms). `early`: before their time."""
+    """A stream whose messages are taken as they come: (ledger, entry, deliver_at_ms). `early`: before their time.
+
+    `ids`: the schedule id of each row.
+    """
 
     def __init__(self, daemon: Daemon, topic: str, stream: DispatchStream) -> None:
         self.stream = stream
         self.rows: list[tuple[int, int, int]] = []
         self.early: list[tuple[int, int, int]] = []
+        self.ids: list[bytes] = []
         self.ended: Exception | None = None
         self._daemon = daemon
         self._fixture = daemon._fixture
@@ -313,6 +322,7 @@ class Receiver:
             while True:
                 handed_out = await self.stream.next_messages()
                 rows = handed_out.rows
+                self.ids += rows.listed_ids()
                 columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
                 for row in zip(*columns, strict=True):
                     self.rows.append(row)

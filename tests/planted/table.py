@@ -5,7 +5,7 @@ Owns: the list. Does not own: the search (`bug.search`), and planted bugs that o
 
 from __future__ import annotations
 
-from tests.planted import buckets, deletions, keys, properties, redeliveries, rules, state
+from tests.planted import buckets, deletions, ids, keys, properties, redeliveries, rules, state
 from tests.planted.bug import Bug
 
 BUGS: tuple[Bug, ...] = (
@@ -14,6 +14,7 @@ BUGS: tuple[Bug, ...] = (
     *state.BUGS,
     *buckets.BUGS,
     *properties.BUGS,
+    *ids.BUGS,
     *redeliveries.BUGS,
     *deletions.BUGS,
 )

@@ -51,7 +51,7 @@ def test_each_rule_and_each_invariant_has_a_planted_bug_or_says_who_else_finds_i
     assert {"R1", "R2", "R3", "R4", "R9"} <= known, "those that hold for every object; logs have rules of their own"
     assert {"bucket objects", "progress", "properties", "checkpoint", "journal", "topic manifest"} <= known
     assert {"nacks", "hand-outs", "redelivery counts", "ack time-outs", "dead letters", "delay levels"} <= known
-    assert {"pending deletes", "in-use records", "key order", "refusals"} <= known
+    assert {"pending deletes", "in-use records", "key order", "refusals", "ids"} <= known
     assert {"tombstones", "kept", "merged buckets", "cancel", "reschedule", "own indexes"} <= known
 
 

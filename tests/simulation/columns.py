@@ -12,7 +12,16 @@ from daemon.core.decisions.claims import HeldPositions
 from daemon.core.index.containment import EntryRanges
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.schedule_ids import ScheduleIds
 from tests.simulation.positions import Position, named, part_of
+
+# In one of so many runs, some rows have schedule ids.
+_RUNS_A_RUN_WITH_IDS = 4
+
+
+def has_ids(seed: int) -> bool:
+    """Whether some rows of a run have schedule ids."""
+    return seed % _RUNS_A_RUN_WITH_IDS == 1
 
 
 def batch_of(
@@ -22,6 +31,7 @@ def batch_of(
     by_delay: bool = False,
     return_already_due: bool = False,
     key_hash: U32 | None = None,
+    schedule_ids: ScheduleIds | None = None,
 ) -> AddBatch:
     """`times`: when each is due, or its delay, in ms."""
     column = np.array(times, np.uint64)
@@ -33,10 +43,19 @@ def batch_of(
         delay_ms=column if by_delay else None,
         key_hash=key_hash,
         return_already_due=return_already_due,
+        schedule_ids=schedule_ids,
     )
 
 
-def batch_by_level(positions: Sequence[Position], levels: Sequence[int]) -> AddBatch:
+def ids_of(listed: Sequence[bytes]) -> ScheduleIds | None:
+    """The column of these ids, if one is not empty."""
+    lengths = np.array(list(map(len, listed)), np.uint64)
+    return ScheduleIds.of_piece(lengths, b"".join(listed)) if any(listed) else None
+
+
+def batch_by_level(
+    positions: Sequence[Position], levels: Sequence[int], schedule_ids: ScheduleIds | None = None
+) -> AddBatch:
     """The same, each due by a delay level."""
     ledger_id, entry_id = columns_of(positions)
     return AddBatch(
@@ -47,6 +66,7 @@ def batch_by_level(positions: Sequence[Position], levels: Sequence[int]) -> AddB
         key_hash=None,
         return_already_due=False,
         delay_level=np.array(levels, np.int32),
+        schedule_ids=schedule_ids,
     )
 
 

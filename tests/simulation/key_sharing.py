@@ -282,10 +282,11 @@ class KeySharing:
         consumer_ids = self._consumer_ids(handed_out)
         hashes = [0] * len(taken) if handed_out.rows.key_hash is None else handed_out.rows.key_hash.tolist()
         self._history.note(f"hands out by key {stream._topic.core.name} {number} {taken} {consumer_ids}")
-        for row, consumer_id, key_hash in zip(taken, consumer_ids, hashes, strict=True):
+        ids = handed_out.rows.listed_ids()
+        for row, consumer_id, key_hash, schedule_id in zip(taken, consumer_ids, hashes, ids, strict=True):
             view = dispatcher.consumers.get(consumer_id)
             if view is not None:
-                for position in self._promises.handed_out(view, [row]):
+                for position in self._promises.handed_out(view, [row], [schedule_id]):
                     dispatcher.hashes[position] = key_hash
                     self._keys.handed_out(view, position, key_hash)
 

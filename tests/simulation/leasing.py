@@ -69,7 +69,7 @@ class Leasing:
         view.ends_s = daemon.elapsed_s() + lease_ms / 1000
         taken = handed_of(leased.handed_out, number)
         self._history.note(f"{daemon.name} leases {topic} {subscription} {taken}")
-        self._promises.handed_out(view, taken)
+        self._promises.handed_out(view, taken, leased.handed_out.rows.listed_ids())
         return view
 
     async def _extend(self, draw: random.Random, daemon: Daemon, view: OpenStream) -> None:

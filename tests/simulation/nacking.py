@@ -21,9 +21,10 @@ from daemon.topic.open_streams import DispatchStream
 from daemon.topic.open_streams import OpenStream as OpenDispatch
 from storage_backends.formats import names
 from storage_backends.formats.manifest import RedeliveryKind, RedeliveryPolicy, SubscriptionPolicy, TopicDelayLevels
+from storage_backends.formats.schedule_ids import ScheduleIds
 from tests._support.engine_fixture import Daemon
 from tests._support.outcomes import Counts, counts_of, ignored_by
-from tests.simulation.columns import held_positions
+from tests.simulation.columns import has_ids, held_positions, ids_of
 from tests.simulation.forwarding import Failed
 from tests.simulation.history import History
 from tests.simulation.oracle import Oracle, TopicTruth
@@ -224,6 +225,12 @@ class Nacking:
                 claims += [(each, truth.rows[each].deliver_at_ms) for each in draw.sample(rows, min(len(rows), 1))]
         return sorted({named(position): (position, time) for position, time in claims}.values())
 
+    def _ids_of(self, claims: Sequence[Claim]) -> ScheduleIds | None:
+        """The ids that claims of what is gone bring."""
+        if not has_ids(self._seed):
+            return None
+        return ids_of([b"%d-%d again" % named(position)[0] for position, _ in claims])
+
     async def _nack(
         self,
         draw: random.Random,
@@ -249,6 +256,8 @@ class Nacking:
             reject=how.reject,
             text=how.text,
             forwarded=bool(failed),
+            # Of those that are gone: what they come back with.
+            schedule_ids=self._ids_of(claims) if failed else None,
         )
         output = self._promises.output
         withdrawn = [output.withdrawn(each) for each in failed]

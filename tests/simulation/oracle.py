@@ -38,7 +38,8 @@ class Row:
     row, at one time or another. `acknowledged`: by which subscription in which slot. `index`: 0 is the shared one.
     `was_due_ms`: the earliest time that it had before it was rescheduled. `nacked`: by subscription; `handed_out`: the
     last epoch under which it was handed out to a subscription, and the slot of its `nacked` then, `handed_out_s`: when.
-    `level`: the delay level that it was added by, `key_hash`: of its key, 0 without one.
+    `level`: the delay level that it was added by, `key_hash`: of its key, 0 without one. `schedule_id`: empty without
+    one.
     """
 
     deliver_at_ms: int
@@ -52,6 +53,7 @@ class Row:
     handed_out_s: dict[int, float] = dataclasses.field(default_factory=dict)
     level: int = 0
     key_hash: int = 0
+    schedule_id: bytes = b""
 
     def generation(self, subscription_id: int) -> tuple[int, int]:
         """Another one means that a subscription may be handed it out again."""
@@ -331,16 +333,13 @@ class Oracle:
             # The subscription was removed.
             return
         if isinstance(record, slot_format.AddRecord):
-            rows = record.rows
-            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist(), _key_hashes(rows))
-            for ledger_id, entry_id, deliver_at_ms, key_hash in zip(*columns, strict=True):
+            for (ledger_id, entry_id, deliver_at_ms), key_hash, schedule_id in _with_keys(record.rows):
                 position = in_index((ledger_id, entry_id), index)
-                self._add(topic, slot, position, deliver_at_ms, record.delay_level, key_hash)
+                self._add(topic, slot, position, deliver_at_ms, record.delay_level, key_hash, schedule_id)
         elif isinstance(record, slot_format.RescheduleRecord):
-            rows = record.rows
-            columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist(), _key_hashes(rows))
-            for ledger_id, entry_id, deliver_at_ms, key_hash in zip(*columns, strict=True):
-                self._reschedule(topic, header, in_index((ledger_id, entry_id), index), deliver_at_ms, key_hash)
+            for (ledger_id, entry_id, deliver_at_ms), key_hash, schedule_id in _with_keys(record.rows):
+                position = in_index((ledger_id, entry_id), index)
+                self._reschedule(topic, header, position, deliver_at_ms, key_hash, schedule_id)
         elif isinstance(record, slot_format.AcknowledgeRecord):
             rows = record.rows
             named = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
@@ -353,14 +352,28 @@ class Oracle:
             self._redeliveries.landed(topic, header, record)
 
     def _add(
-        self, topic: TopicTruth, slot: int, position: Position, deliver_at_ms: int, level: int, key_hash: int
+        self,
+        topic: TopicTruth,
+        slot: int,
+        position: Position,
+        deliver_at_ms: int,
+        level: int,
+        key_hash: int,
+        schedule_id: bytes,
     ) -> None:
         if not self._was_asked(topic, position, deliver_at_ms):
             self._history.breach(f"topic {topic.name}: nobody added {position} for {deliver_at_ms}")
-        self.new_row(topic, slot, position, deliver_at_ms, level, key_hash)
+        self.new_row(topic, slot, position, deliver_at_ms, level, key_hash, schedule_id)
 
     def new_row(
-        self, topic: TopicTruth, slot: int, position: Position, deliver_at_ms: int, level: int = 0, key_hash: int = 0
+        self,
+        topic: TopicTruth,
+        slot: int,
+        position: Position,
+        deliver_at_ms: int,
+        level: int = 0,
+        key_hash: int = 0,
+        schedule_id: bytes = b"",
     ) -> None:
         if position in topic.rows:
             self._history.breach(f"topic {topic.name}: position {position} has two rows")
@@ -368,11 +381,25 @@ class Oracle:
             self._remove(topic, slot, position)
         if not is_part(position):
             topic.keys.setdefault(position[:2], set()).add(position)
-        topic.rows[position] = Row(deliver_at_ms, slot, slot, index=index_of(position), level=level, key_hash=key_hash)
+        topic.rows[position] = Row(
+            deliver_at_ms,
+            slot,
+            slot,
+            index=index_of(position),
+            level=level,
+            key_hash=key_hash,
+            schedule_id=schedule_id,
+        )
         topic.added[position] = slot
 
     def _reschedule(
-        self, topic: TopicTruth, header: slot_format.SlotHeader, position: Position, deliver_at_ms: int, key_hash: int
+        self,
+        topic: TopicTruth,
+        header: slot_format.SlotHeader,
+        position: Position,
+        deliver_at_ms: int,
+        key_hash: int,
+        schedule_id: bytes,
     ) -> None:
         # That its bucket is quarantined may land between the decision and its slot.
         row = topic.rows.get(position) or topic.missing.get(position)
@@ -381,6 +408,8 @@ class Oracle:
             return
         if not self._was_asked(topic, position, deliver_at_ms):
             self._history.breach(f"topic {topic.name}: nobody rescheduled {position} to {deliver_at_ms}")
+        if row.schedule_id and not schedule_id:
+            self._history.breach(f"topic {topic.name}: {position} is rescheduled and loses its id {row.schedule_id!r}")
         self._leave(topic, header, position, row)
         # Who is not owed it any more, since it was trimmed for them, is not owed it at another time.
         topic.rows[position] = Row(
@@ -391,6 +420,7 @@ class Oracle:
             row.index,
             row.earliest_ms,
             key_hash=key_hash,
+            schedule_id=schedule_id,
         )
         topic.added[position] = header.slot
 
@@ -513,9 +543,11 @@ class Oracle:
         topic.removed_at_s[position] = self.now_s()
 
 
-def _key_hashes(rows: Rows) -> list[int]:
-    found: list[int] = [0] * len(rows) if rows.key_hash is None else rows.key_hash.tolist()
-    return found
+def _with_keys(rows: Rows) -> Iterator[tuple[tuple[int, int, int], int, bytes]]:
+    """(ledger, entry, deliver_at_ms), key hash and schedule id of each row."""
+    columns = (rows.ledger_id.tolist(), rows.entry_id.tolist(), rows.deliver_at_ms.tolist())
+    hashes: list[int] = [0] * len(rows) if rows.key_hash is None else rows.key_hash.tolist()
+    yield from zip(zip(*columns, strict=True), hashes, rows.listed_ids(), strict=True)
 
 
 class WatchedStore(MemoryStore):

@@ -239,9 +239,11 @@ class Promises:
                     other.handed_out.pop(position, None)
         self._streams.append(stream)
 
-    def handed_out(self, stream: OpenStream, rows: Iterable[tuple[Position, int, int]]) -> list[Position]:
-        """Rows (ledger and entry, or a batch part; deliver_at_ms; redelivery count) reach a dispatcher: which they are,
-        of those that a position has.
+    def handed_out(
+        self, stream: OpenStream, rows: Iterable[tuple[Position, int, int]], ids: Iterable[bytes]
+    ) -> list[Position]:
+        """Rows (ledger and entry, or a batch part; deliver_at_ms; redelivery count) reach a dispatcher, each with its
+        schedule id: which they are, of those that a position has.
         """
         daemon = stream.daemon
         unconfirmed_s = daemon.elapsed_s() - daemon.confirmed_s
@@ -250,9 +252,9 @@ class Promises:
                 f"topic {stream.topic}: {daemon.name} hands out {unconfirmed_s:.1f} s after its last confirmation"
             )
         keys = []
-        for position, deliver_at_ms, count in rows:
+        for (position, deliver_at_ms, count), schedule_id in zip(rows, ids, strict=True):
             keys.append(self._key_of(stream, position, deliver_at_ms))
-            self._handed_out(stream, keys[-1], deliver_at_ms, count)
+            self._handed_out(stream, keys[-1], deliver_at_ms, count, schedule_id)
         return keys
 
     def _key_of(self, stream: OpenStream, position: Position, deliver_at_ms: int) -> Position:
@@ -281,7 +283,9 @@ class Promises:
     def _is_owed(topic: TopicTruth, position: Position, subscription_id: int) -> bool:
         return position in topic.rows and subscription_id in topic.owes(topic.rows[position])
 
-    def _handed_out(self, stream: OpenStream, position: Position, deliver_at_ms: int, count: int) -> None:
+    def _handed_out(
+        self, stream: OpenStream, position: Position, deliver_at_ms: int, count: int, schedule_id: bytes
+    ) -> None:
         what = f"topic {stream.topic}: {position} of {deliver_at_ms} for subscription {stream.subscription_id}"
         if deliver_at_ms > stream.daemon.latest_ms():
             self._history.breach(f"{what} is handed out at {stream.daemon.latest_ms()}, early")
@@ -307,6 +311,8 @@ class Promises:
         if row is None or row.deliver_at_ms != deliver_at_ms:
             self._gone_and_handed_out(stream, topic, position, deliver_at_ms, what)
             return
+        if not self.is_stale(stream) and schedule_id != row.schedule_id:
+            self._history.breach(f"{what} is handed out with id {schedule_id!r}; its row is {row}")
         if (stream.topic, position, row.slot, stream.subscription_id) in self._done:
             self._history.breach(f"{what} is handed out after its acknowledgement was answered")
         if not self.is_stale(stream) and stream.subscription_id not in topic.owes(row):

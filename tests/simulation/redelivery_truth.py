@@ -65,6 +65,7 @@ class DeadLetter:
     reason: int
     text: str
     slot: int
+    schedule_id: bytes = b""
 
     def is_asked_for(self, asked: DeadLetterFilter) -> bool:
         return (
@@ -151,17 +152,23 @@ class RedeliveryTruth:
     def landed(self, topic: TopicTruth, header: SlotHeader, record: RedeliveryRecord) -> None:
         """Of a subscription that is there."""
         if isinstance(record, NackRecord):
-            for position, deliver_at_ms, columns in _rows(record, record.redeliver_at_ms, record.redelivery_count):
-                self._nacked(topic, header, record, position, deliver_at_ms, *columns)
+            rows = _rows(record, record.redeliver_at_ms, record.redelivery_count)
+            for (position, deliver_at_ms, columns), schedule_id in zip(rows, record.rows.listed_ids(), strict=True):
+                self._nacked(topic, header, record, position, deliver_at_ms, *columns, schedule_id=schedule_id)
         elif isinstance(record, DeadLetterRecord):
-            for row in _rows(record, record.redelivery_count, record.dead_letter_id, record.dead_at_ms):
-                self._died(topic, header, record, *row[:2], *row[2])
+            rows = _rows(record, record.redelivery_count, record.dead_letter_id, record.dead_at_ms)
+            for row, schedule_id in zip(rows, record.rows.listed_ids(), strict=True):
+                self._died(topic, header, record, *row[:2], *row[2], schedule_id=schedule_id)
         elif isinstance(record, ReplayRecord):
-            for position, deliver_at_ms, (dead_letter_id,) in _rows(record, record.dead_letter_id):
+            rows = _rows(record, record.dead_letter_id)
+            ids = record.rows.listed_ids()
+            for (position, deliver_at_ms, (dead_letter_id,)), schedule_id in zip(rows, ids, strict=True):
                 letter = self._leaves(topic, header.slot, record.subscription_id, dead_letter_id, replays=True)
                 if letter is not None and named(letter.position) != named(position):
                     self._breach(f"topic {topic.name}: dead letter {letter} is replayed as {position}")
-                self._oracle.new_row(topic, header.slot, position, deliver_at_ms)
+                if letter is not None and schedule_id != letter.schedule_id:
+                    self._breach(f"topic {topic.name}: dead letter {letter} is replayed with id {schedule_id!r}")
+                self._oracle.new_row(topic, header.slot, position, deliver_at_ms, schedule_id=schedule_id)
         else:
             for dead_letter_id in record.dead_letter_id.tolist():
                 self._leaves(topic, header.slot, record.subscription_id, dead_letter_id, replays=False)
@@ -177,17 +184,21 @@ class RedeliveryTruth:
         deliver_at_ms: int,
         redeliver_at_ms: int,
         count: int,
+        *,
+        schedule_id: bytes,
     ) -> None:
         number = record.subscription_id
         what = f"topic {topic.name}: {position} of {deliver_at_ms} for subscription {number}"
         base = _count_of_entry(topic, header.slot, number, position, count)
         if record.added:
-            self._oracle.new_row(topic, header.slot, position, deliver_at_ms)
+            self._oracle.new_row(topic, header.slot, position, deliver_at_ms, schedule_id=schedule_id)
         row = topic.rows.get(position)
         if row is None:
             if position not in topic.missing:
                 self._breach(f"{what} is negatively acknowledged and has no row")
             return
+        if schedule_id != row.schedule_id:
+            self._breach(f"{what} is negatively acknowledged with id {schedule_id!r}, and its row is {row}")
         if row.deliver_at_ms != deliver_at_ms or number not in topic.owes(row):
             self._breach(f"{what} is negatively acknowledged, and its row is {row}")
         if redeliver_at_ms < deliver_at_ms:
@@ -266,6 +277,8 @@ class RedeliveryTruth:
         count: int,
         dead_letter_id: int,
         dead_at_ms: int,
+        *,
+        schedule_id: bytes,
     ) -> None:
         number, known = record.subscription_id, topic.redeliveries
         what = f"topic {topic.name}: dead letter {dead_letter_id} of {position} for subscription {number}"
@@ -276,6 +289,9 @@ class RedeliveryTruth:
             self._check_trimmed(topic, number, position, what)
         else:
             self._check_death(topic, header, record, position, deliver_at_ms, count, what)
+            row = topic.rows.get(position)
+            if row is not None and row.schedule_id != schedule_id:
+                self._breach(f"{what} has id {schedule_id!r}, and its row is {row}")
         topic.withdrawn[entry_of(position)] += 1
         letter = DeadLetter(
             dead_letter_id,
@@ -286,6 +302,7 @@ class RedeliveryTruth:
             int(record.reason),
             record.text,
             header.slot,
+            schedule_id,
         )
         letters = known.dead_letters.setdefault(number, {})
         letters[dead_letter_id] = letter

@@ -371,7 +371,8 @@ class _Course:
             receiving = receiving or daemon.call(stream.next_messages())
             await asyncio.wait([receiving], timeout=LOOK_S)
             if receiving.done():
-                self._promises.handed_out(view, handed_of(receiving.result(), number))
+                handed_out = receiving.result()
+                self._promises.handed_out(view, handed_of(handed_out, number), handed_out.rows.listed_ids())
                 receiving = None
             elif daemon.elapsed_s() > deadline_s:
                 self._history.breach(f"topic {topic}: {owed} did not come to {stored.name} in {DRAIN_S:.0f} s")

@@ -26,10 +26,20 @@ from daemon.errors import InvariantViolated, TarryError
 from daemon.topic.open_streams import DispatchStream, StreamClosed
 from storage_backends.formats import names
 from storage_backends.formats.manifest import TopicPolicy
+from storage_backends.formats.schedule_ids import ScheduleIds
 from tests._support.engine_fixture import Daemon
 from tests._support.outcomes import ignored_by
 from tests.simulation.cluster import Cluster
-from tests.simulation.columns import batch_by_level, batch_of, columns_of, entries_of, handed_of, held_positions
+from tests.simulation.columns import (
+    batch_by_level,
+    batch_of,
+    columns_of,
+    entries_of,
+    handed_of,
+    has_ids,
+    held_positions,
+    ids_of,
+)
 from tests.simulation.history import History
 from tests.simulation.key_sharing import KeySharing, key_hashes
 from tests.simulation.leasing import Leasing
@@ -201,10 +211,18 @@ class Clients:
         now_ms = daemon.now_ms()
         times = [max(0, delay) if by_delay else now_ms + delay for delay in delays]
         hashes = key_hashes(positions) if self._key_sharing.is_there(topic) else None
-        batch = batch_of(positions, times, by_delay=by_delay, return_already_due=draw.random() < 0.1, key_hash=hashes)
+        ids = self._ids_of(positions, times)
+        batch = batch_of(
+            positions,
+            times,
+            by_delay=by_delay,
+            return_already_due=draw.random() < 0.1,
+            key_hash=hashes,
+            schedule_ids=ids,
+        )
         if by_delay and draw.random() < 0.5:
             times = [draw.randrange(LEVELS_TOP) for _ in times]
-            batch = batch_by_level(positions, times)
+            batch = batch_by_level(positions, times, ids)
         for _ in range(draw.choice((1, 1, 3))):
             asked = [None] * len(times) if by_delay else times
             sent = self._promises.sending_add(daemon, topic, positions, asked, subscription)
@@ -218,6 +236,19 @@ class Clients:
             if retry_at is None:
                 return
             daemon = retry_at
+
+    def _ids_of(self, positions: Sequence[Position], times: Sequence[int]) -> ScheduleIds | None:
+        """The ids of rows to add, other ones when a position is added again; no random number is drawn for them."""
+        if not has_ids(self._seed):
+            return None
+        each = zip(positions, times, strict=True)
+        return ids_of([b"%d-%d at %d" % (*at[:2], time) if (at[1] + time) % 3 else b"" for at, time in each])
+
+    def _id_of(self, topic: str, position: Position) -> bytes:
+        """The id that a request to reschedule a position names: a row keeps its own only by that."""
+        rows = self._oracle.topic(topic).rows
+        known = (row.schedule_id for at, row in rows.items() if at[:2] == position and not is_part(at))
+        return max(known, default=b"")
 
     # ---- cancelling and rescheduling
 
@@ -276,7 +307,9 @@ class Clients:
         asked = self._promises.sending_withdrawal(daemon, topic, positions, new, subscription)
         ledger_id, entry_id = columns_of(positions)
         column = np.array(times, np.uint64)
-        batch = RescheduleBatch(ledger_id, entry_id, None if by_delay else column, column if by_delay else None, None)
+        ids = ids_of([self._id_of(topic, each) for each in positions])
+        by_time, by = (None, column) if by_delay else (column, None)
+        batch = RescheduleBatch(ledger_id, entry_id, by_time, by, None, ids)
         outcome = await self.call(daemon, daemon.engine.requests.reschedule(topic, subscription, batch))
         if outcome is not None:
             self._history.note(f"{daemon.name} reschedule {topic} {positions} {times} -> {outcome.rescheduled}")
@@ -403,7 +436,7 @@ class Clients:
                 return
             taken = handed_of(handed_out, view.subscription_id)
             self._history.note(f"{view.daemon.name} hands out {view.topic} {view.subscription_id} {taken}")
-            self._promises.handed_out(view, taken)
+            self._promises.handed_out(view, taken, handed_out.rows.listed_ids())
 
     async def _acknowledge_some(
         self, draw: random.Random, daemon: Daemon, stream: DispatchStream, view: OpenStream

@@ -1,7 +1,7 @@
-"""Objects that hold schedule ids, or name some, under real daemons and jobs that know none: a former release, run from
-its pinned archive, and this one.
+"""Objects that hold schedule ids, or name some, under real daemons and jobs of a release that knows none, run from its
+pinned archive.
 
-Each refuses shards and topics by their manifests, serves the rest, and rewrites nothing of what it does not know.
+It refuses shards and topics by their manifests, serves the rest, and rewrites nothing of what it does not know.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import ulid
 
 import tarry
 from daemon.shard.range_operations import RequireOfShard, WriteCheckpoint
-from examples.processes import REPOSITORY, DaemonProcess, local_store
+from examples.processes import DaemonProcess, local_store
 from storage_backends import commit, log_fence, shard_manifests, topic_manifest
 from storage_backends.formats import (
     bucket_format,
@@ -76,10 +76,8 @@ class Release:
         return ended.returncode, ended.stdout, ended.stderr
 
 
-@pytest.fixture(scope="module", params=["this", *(path.name.removesuffix(".tar.xz") for path in PINNED)])
+@pytest.fixture(scope="module", params=[path.name.removesuffix(".tar.xz") for path in PINNED])
 def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Release:
-    if request.param == "this":
-        return Release(request.param, REPOSITORY)
     checkout = tmp_path_factory.mktemp("former")
     with tarfile.open(Path(__file__).parent / "pinned" / f"{request.param}.tar.xz") as archive:
         # Python before 3.11.4 has no filters, and takes no argument for one.
@@ -248,20 +246,18 @@ def daemon(release: Release, root: Path, tmp_path: Path) -> Iterator[DaemonProce
 
 
 REFUSED = {
-    SHARD: f"shard {SHARD}, .*manifest.*it requires|shard {SHARD}, .*manifest.*version 2",
-    CHECKPOINT: f"shard {CHECKPOINT}, .*version 2 is not known",
+    SHARD: f"shard {SHARD}, .*manifest.*version 2",
     SECTION: f"shard {SECTION}, .*version 2 is not known",
-    TOPIC: f"topic {TOPICS[TOPIC]}: .*manifest.*(it requires|version 2)",
+    TOPIC: f"topic {TOPICS[TOPIC]}: .*manifest.*version 2",
 }
 
 
 def test_a_daemon_refuses_what_it_does_not_know_by_name_and_leaves_it_as_it_is(
-    release: Release, daemon: DaemonProcess, root: Path
+    daemon: DaemonProcess, root: Path
 ) -> None:
     kept = {
         SHARD: names.shard_prefix(SHARD),
         TOPIC: names.topic_prefix(TOPIC, names.topic_id(TOPICS[TOPIC])),
-        CHECKPOINT: f"{names.shard_prefix(CHECKPOINT)}checkpoint/",
     }
     before = {shard: contents(root, prefix) for shard, prefix in kept.items()}
     (bucket,) = contents(root, names.buckets_prefix(BUCKET, names.topic_id(TOPICS[BUCKET]))).items()
@@ -272,35 +268,21 @@ def test_a_daemon_refuses_what_it_does_not_know_by_name_and_leaves_it_as_it_is(
             assert client.seal(topic).bucket
             assert client.stats(topic).pending == 2 * ROWS
     for shard, pattern in REFUSED.items():
-        with tarry.Client(daemon.address, timeout_s=PATIENCE_S) as client:
-            if shard == CHECKPOINT and release.name != "this":
-                # The former release took the checkpoint for damaged, and went on from the one before. A manifest of
-                # version 2, which it refuses, names such a checkpoint.
-                del kept[shard], before[shard]
-                assert client.add(TOPICS[shard], 2, range(ROWS), deliver_at_ms=FAR_MS).accepted == ROWS
-                continue
-            with pytest.raises(tarry.TarryError, match=pattern):
-                client.add(TOPICS[shard], 2, range(ROWS), deliver_at_ms=FAR_MS)
-    check_bucket(release, daemon.address, root)
+        with (
+            tarry.Client(daemon.address, timeout_s=PATIENCE_S) as client,
+            pytest.raises(tarry.TarryError, match=pattern),
+        ):
+            client.add(TOPICS[shard], 2, range(ROWS), deliver_at_ms=FAR_MS)
+    with tarry.Client(daemon.address, timeout_s=PATIENCE_S) as client:
+        # It takes the checkpoint for damaged, and goes on from the one before; it quarantines the bucket, and serves
+        # the rest. Manifests of version 2, which it refuses, name such objects.
+        for shard in (CHECKPOINT, BUCKET):
+            assert client.add(TOPICS[shard], 2, range(ROWS), deliver_at_ms=FAR_MS).accepted == ROWS
+    writer = Writer(root)
+    (live,) = writer.tip(writer.topic_log(TOPICS[BUCKET])).live
+    assert live.quarantined
     assert {shard: contents(root, prefix) for shard, prefix in kept.items()} == before
     assert LocalDirectory(root).get(bucket[0]) == bucket[1]
-
-
-def check_bucket(release: Release, address: str, root: Path) -> None:
-    """Check that this release refuses the topic of a newer bucket.
-
-    The former one quarantined the bucket, and served the rest. A manifest of version 2, which it refuses, names such a
-    bucket.
-    """
-    log = Writer(root).topic_log(TOPICS[BUCKET])
-    with tarry.Client(address, timeout_s=PATIENCE_S) as client:
-        if release.name == "this":
-            with pytest.raises(tarry.TarryError, match=f"topic {TOPICS[BUCKET]}: bucket .*version 2 is not known"):
-                client.add(TOPICS[BUCKET], 2, range(ROWS), deliver_at_ms=FAR_MS)
-        else:
-            assert client.add(TOPICS[BUCKET], 2, range(ROWS), deliver_at_ms=FAR_MS).accepted == ROWS
-    (live,) = Writer(root).tip(log).live
-    assert live.quarantined == (release.name != "this")
 
 
 # ---- jobs
@@ -313,8 +295,7 @@ def test_an_audit_names_what_it_does_not_know_and_reads_the_rest(release: Releas
     )
     assert status == 1, log
     report = json.loads(output)
-    kind = "newer" if release.name == "this" else "damaged"
-    found = {each["object"]: each["detail"] for each in report["findings"] if each["kind"] == kind}
+    found = {each["object"]: each["detail"] for each in report["findings"] if each["kind"] == "damaged"}
     for pattern in (
         f"shards/0{SHARD}/manifest/",
         f"shards/0{CHECKPOINT}/checkpoint/",
@@ -324,7 +305,7 @@ def test_an_audit_names_what_it_does_not_know_and_reads_the_rest(release: Releas
     ):
         details = [detail for key, detail in found.items() if key.startswith(pattern)]
         assert details, (pattern, found)
-        assert all("version 2 is not known" in each or "it requires schedule_ids" in each for each in details), details
+        assert all("version 2 is not known" in each for each in details), details
     assert report["topics"] >= 5
     assert contents(root, "") == before
 
@@ -337,7 +318,7 @@ def test_a_job_leaves_out_what_it_does_not_know(release: Release, root: Path, co
     }
     status, output, log = release.run("batch.cli.entry", command, "--engine", "local", "--store", root, "--json")
     assert status in {0, 1}, log
-    assert "version 2 is not known" in log + output or "it requires schedule_ids" in log + output
+    assert "version 2 is not known" in log + output
     assert {prefix: contents(root, prefix) for prefix in before} == before
 
 

@@ -22,6 +22,7 @@ from daemon.core.backlog.packed_rows import PackedColumn
 from daemon.core.index.position_keys import bitmap_of, contained
 from daemon.errors import InvariantViolated
 from storage_backends.formats.row_columns import U32, U64, Index
+from storage_backends.formats.schedule_ids import ScheduleIds
 
 CHUNK_ROWS = 4096
 # Rows read for one page, however few of them the filter leaves
@@ -38,6 +39,7 @@ class DeadLetterRows:
     `deliver_at_ms` is the time of the last delivery. `batch_index` is `NO_BATCH_INDEX` for an entry as a whole.
     `key_hash` is 0 if there is none. `redelivery_count` includes the last delivery. `reason` is the number of a
     `DeadLetterReason`. `text_index` points into `texts`, which hold what dispatchers said; the first text is empty.
+    `schedule_ids` are those of n rows, or None if none has one.
     """
 
     dead_letter_id: U64
@@ -51,6 +53,7 @@ class DeadLetterRows:
     reason: npt.NDArray[np.uint8]
     text_index: U32
     texts: tuple[str, ...] = NO_TEXTS
+    schedule_ids: ScheduleIds | None = None
 
     def __len__(self) -> int:
         return len(self.dead_letter_id)
@@ -62,7 +65,9 @@ class DeadLetterRows:
             used, text_index = np.concatenate([[0], used]), text_index + 1
         texts = tuple(self.texts[number] for number in used.tolist()) or NO_TEXTS
         columns: dict[str, Any] = {name: getattr(self, name)[index] for name in _COLUMNS}
-        return DeadLetterRows(**columns, text_index=text_index.reshape(-1).astype(np.uint32), texts=texts)
+        ids = None if self.schedule_ids is None else self.schedule_ids.take(index)
+        columns["text_index"] = text_index.reshape(-1).astype(np.uint32)
+        return DeadLetterRows(**columns, texts=texts, schedule_ids=ids)
 
     @staticmethod
     def concat(parts: Sequence[DeadLetterRows]) -> DeadLetterRows:
@@ -78,7 +83,8 @@ class DeadLetterRows:
             mapped = np.array([numbers.setdefault(text, len(numbers)) for text in part.texts], np.uint32)
             text_index.append(mapped[part.text_index])
         columns: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _COLUMNS}
-        return DeadLetterRows(**columns, text_index=np.concatenate(text_index), texts=tuple(numbers))
+        ids = ScheduleIds.concat([part.schedule_ids for part in parts], list(map(len, parts)))
+        return DeadLetterRows(**columns, text_index=np.concatenate(text_index), texts=tuple(numbers), schedule_ids=ids)
 
     @staticmethod
     def empty() -> DeadLetterRows:
@@ -86,7 +92,7 @@ class DeadLetterRows:
         return DeadLetterRows(**columns, text_index=np.empty(0, np.uint32))
 
 
-# All columns but that of the texts
+# All columns but those of the texts and the ids
 _COLUMNS: dict[str, type[np.unsignedinteger[Any]]] = {
     "dead_letter_id": np.uint64,
     "ledger_id": np.uint64,
@@ -156,19 +162,23 @@ class _Chunk:
     columns: tuple[PackedColumn, ...]
     text_index: PackedColumn
     texts: tuple[str, ...]
+    schedule_ids: ScheduleIds | None
 
     @staticmethod
     def of(rows: DeadLetterRows) -> _Chunk:
         columns = tuple(PackedColumn.of(getattr(rows, name)) for name in _COLUMNS)
         first_id, last_id = int(rows.dead_letter_id[0]), int(rows.dead_letter_id[-1])
-        return _Chunk(first_id, last_id, len(rows), columns, PackedColumn.of(rows.text_index), rows.texts)
+        ids = rows.schedule_ids.copied() if rows.schedule_ids is not None and rows.schedule_ids else None
+        return _Chunk(first_id, last_id, len(rows), columns, PackedColumn.of(rows.text_index), rows.texts, ids)
 
     def unpacked(self, index: Index = slice(None)) -> DeadLetterRows:
         columns: dict[str, Any] = {
             name: column.take(index).astype(kind, copy=False)
             for column, (name, kind) in zip(self.columns, _COLUMNS.items(), strict=True)
         }
-        return DeadLetterRows(**columns, text_index=self.text_index.take(index).astype(np.uint32), texts=self.texts)
+        text_index = self.text_index.take(index).astype(np.uint32)
+        ids = None if self.schedule_ids is None else self.schedule_ids.take(index)
+        return DeadLetterRows(**columns, text_index=text_index, texts=self.texts, schedule_ids=ids)
 
     def ids(self) -> U64:
         return self.columns[0].take(slice(None))

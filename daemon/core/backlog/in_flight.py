@@ -164,7 +164,7 @@ class InFlight:
 
     def _sort_in(self, whole: Sequence[_Batch]) -> None:
         batches = [batch.living for batch in whole]
-        rows = KeyedRows.concat([batch.rows for batch in batches])
+        rows = KeyedRows.concat([batch.rows for batch in batches]).compact()
         order = np.argsort(rows.keys)
         lengths = [len(batch.rows) for batch in batches]
         dispatcher = np.concatenate([batch.dispatchers for batch in batches])[order]
@@ -502,7 +502,7 @@ def _are_same(rows: KeyedRows, holders: U32, delivered: KeyedRows, dispatchers: 
 
 
 def _merged(one: _Run, other: _Run) -> _Run:
-    rows = KeyedRows.concat([one.rows.take(one.alive), other.rows.take(other.alive)])
+    rows = KeyedRows.concat([one.rows.take(one.alive), other.rows.take(other.alive)]).compact()
     dispatcher = np.concatenate([one.dispatcher[one.alive], other.dispatcher[other.alive]])
     since_ms = np.concatenate([one.since_ms[one.alive], other.since_ms[other.alive]])
     order = np.argsort(rows.keys, kind="stable")

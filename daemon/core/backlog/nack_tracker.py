@@ -145,7 +145,9 @@ class NackRunBatch:
     @property
     def size_bytes(self) -> int:
         columns = (self.rows.redeliver_at_ms, self.rows.keys, self.rows.deliver_at_ms, self.rows.key_hash)
-        return sum(column.nbytes for column in columns if column is not None)
+        held = sum(column.nbytes for column in columns if column is not None)
+        ids = self.rows.schedule_ids
+        return held if ids is None else held + ids.references.nbytes + ids.size_bytes
 
 
 class NackRun:

@@ -10,6 +10,8 @@ follow from the key. If times have many rows whose positions lie together, the i
 arrays of as many bytes as they need. (PIP-393's bitmaps are small only if a time has many rows.) Constant columns take
 nothing.
 
+Schedule ids are copied to a piece of their own, in the order of the rows.
+
 A packed column has offsets from its smallest value, of 0, 1, 2, 4 or 8 bytes each; rows are read without unpacking
 others. Stored forms are elsewhere (`storage_backends.formats.column_format`).
 """
@@ -26,6 +28,7 @@ from pyroaring import BitMap64
 
 from daemon.core.index.position_keys import LOW_MASK, PAGE_BITS, KeyedRows, PagePlaces, bitmap_of, distinct, keys_of
 from storage_backends.formats.row_columns import U32, U64, Index, Rows
+from storage_backends.formats.schedule_ids import ScheduleIds
 
 _WIDTHS = ((8, np.uint8), (16, np.uint16), (32, np.uint32), (64, np.uint64))
 
@@ -88,32 +91,34 @@ Place = tuple[int, int, int]
 class NackColumns:
     """n rows: `redeliver_at_ms` and `keys` are u64[n]. `deliver_at_ms` is u64[n], or None if all are 0.
 
-    `key_hash` is u32[n], or None if no row has one.
+    `key_hash` is u32[n], or None if no row has one; likewise `schedule_ids`.
     """
 
     redeliver_at_ms: U64
     keys: U64
     deliver_at_ms: U64 | None = None
     key_hash: U32 | None = None
+    schedule_ids: ScheduleIds | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
 
     @staticmethod
     def of(rows: KeyedRows, redeliver_at_ms: U64) -> NackColumns:
-        deliver_at_ms, key_hash = rows.rows.deliver_at_ms, rows.rows.key_hash
+        deliver_at_ms, key_hash, ids = rows.rows.deliver_at_ms, rows.rows.key_hash, rows.rows.schedule_ids
         return NackColumns(
             redeliver_at_ms,
             rows.keys,
             deliver_at_ms if deliver_at_ms.any() else None,
             key_hash if key_hash is not None and key_hash.any() else None,
+            ids.compact() if ids is not None and ids else None,
         )
 
     def keyed(self, places: PagePlaces) -> KeyedRows:
         """Return the rows with their positions."""
         ledger_id, entry_id = places.positions(self.keys)
         deliver_at_ms = np.zeros(len(self), np.uint64) if self.deliver_at_ms is None else self.deliver_at_ms
-        return KeyedRows(Rows(deliver_at_ms, ledger_id, entry_id, self.key_hash), self.keys)
+        return KeyedRows(Rows(deliver_at_ms, ledger_id, entry_id, self.key_hash, self.schedule_ids), self.keys)
 
     def take(self, index: Index) -> NackColumns:
         return NackColumns(
@@ -121,6 +126,7 @@ class NackColumns:
             self.keys[index],
             None if self.deliver_at_ms is None else self.deliver_at_ms[index],
             None if self.key_hash is None else self.key_hash[index],
+            None if self.schedule_ids is None else self.schedule_ids.take(index),
         )
 
     @staticmethod
@@ -143,6 +149,7 @@ class NackColumns:
             np.concatenate([part.keys for part in parts]),
             deliver_at_ms,
             key_hash,
+            ScheduleIds.concat([part.schedule_ids for part in parts], list(map(len, parts))),
         )
 
 
@@ -303,6 +310,7 @@ class PackedRows:
     packed: BitMap64 | tuple[Unsigned, ...]
     deliver_at_ms: PackedColumn | None
     key_hash: PackedColumn | None
+    schedule_ids: ScheduleIds | None = None
 
     def __len__(self) -> int:
         return self.rows
@@ -319,6 +327,8 @@ class PackedRows:
             held += len(self.packed.serialize())
         else:
             held += sum(plane.nbytes for plane in self.packed)
+        if self.schedule_ids is not None:
+            held += self.schedule_ids.references.nbytes + self.schedule_ids.size_bytes
         return held + self.layout.pages.nbytes
 
     def may_have(self, keys: U64) -> bool:
@@ -384,6 +394,7 @@ class PackedRows:
             self.layout.keys_of(packed),
             None if self.deliver_at_ms is None else self.deliver_at_ms.take(chosen),
             None if self.key_hash is None else self.key_hash.take(chosen).astype(np.uint32),
+            None if self.schedule_ids is None else self.schedule_ids.take(chosen),
         )
 
 
@@ -396,15 +407,16 @@ def pack(columns: NackColumns, places: PagePlaces, born: int) -> list[PackedRows
         order = fields.order()
         middle = len(order) // 2
         return [piece for half in (order[:middle], order[middle:]) for piece in pack(columns.take(half), places, born)]
-    deliver_at_ms, key_hash = columns.deliver_at_ms, columns.key_hash
+    deliver_at_ms, key_hash, ids = columns.deliver_at_ms, columns.key_hash, columns.schedule_ids
     if not bool((packed[1:] >= packed[:-1]).all()):
-        if deliver_at_ms is None and key_hash is None:
+        if deliver_at_ms is None and key_hash is None and ids is None:
             packed.sort()
         else:
             order = np.argsort(packed, kind="stable")
             packed = packed[order]
             deliver_at_ms = None if deliver_at_ms is None else deliver_at_ms[order]
             key_hash = None if key_hash is None else key_hash[order]
+            ids = None if ids is None else ids.take(order)
     return [
         PackedRows(
             born,
@@ -413,6 +425,7 @@ def pack(columns: NackColumns, places: PagePlaces, born: int) -> list[PackedRows
             _smallest(packed, layout.bits),
             None if deliver_at_ms is None else PackedColumn.of(deliver_at_ms),
             None if key_hash is None else PackedColumn.of(key_hash),
+            ids.copied() if ids is not None and ids else None,
         )
     ]
 

@@ -20,6 +20,7 @@ from daemon.core.index.delay_levels import DelayLevels
 from daemon.core.index.index import Index
 from daemon.core.index.position_keys import bitmap_of, pages_of
 from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.schedule_ids import ScheduleIds
 
 _Marked = tuple[npt.NDArray[np.bool_] | None, "RefusedReason"]
 
@@ -113,6 +114,7 @@ _COLUMNS = ("ledger_id", "entry_id", "deliver_at_ms", "delay_ms", "key_hash", "d
 class AddBatch:
     """Positions to add: columns of n rows, with exactly one of `deliver_at_ms`, `delay_ms` and `delay_level`.
 
+    `schedule_ids` are those of n rows, or None if none has one.
     With `return_already_due`, rows that are due already are returned instead of stored. `delay_level` refers to the
     table that is in force when it is decided. With `return_invalid`, rows with an invalid time or level are returned
     and the others stored; otherwise the whole batch is refused.
@@ -126,11 +128,14 @@ class AddBatch:
     return_already_due: bool
     delay_level: npt.NDArray[np.int32] | None = None
     return_invalid: bool = False
+    schedule_ids: ScheduleIds | None = None
 
     def take(self, places: U32) -> AddBatch:
         """Return some of the rows."""
         given = ((name, getattr(self, name)) for name in _COLUMNS)
-        return dataclasses.replace(self, **{name: column[places] for name, column in given if column is not None})
+        ids = None if self.schedule_ids is None else self.schedule_ids.take(places)
+        taken = {name: column[places] for name, column in given if column is not None}
+        return dataclasses.replace(self, **taken, schedule_ids=ids)
 
 
 class AddRow(NamedTuple):
@@ -286,7 +291,7 @@ def _stage_valid(
     late = times <= np.uint64(now_ms)
     any_late = bool(late.any())
     returns = batch.return_already_due and any_late
-    rows = Rows(times, batch.ledger_id, batch.entry_id, batch.key_hash)
+    rows = Rows(times, batch.ledger_id, batch.entry_id, batch.key_hash, batch.schedule_ids)
     asked = [_fresh_in(index, batch) for index in indexes]
     fresh = _union([each.fresh for each in asked])
     fresh_rows = len(times) if fresh is None else len(fresh)
@@ -343,7 +348,7 @@ def raised(rows: Rows, floor_ms: int | None) -> tuple[Rows, npt.NDArray[np.bool_
     if floor_ms is None or not (below := rows.deliver_at_ms <= np.uint64(floor_ms)).any():
         return rows, None
     times = np.where(below, np.uint64(floor_ms + 1), rows.deliver_at_ms)
-    return Rows(times, rows.ledger_id, rows.entry_id, rows.key_hash), below
+    return dataclasses.replace(rows, deliver_at_ms=times), below
 
 
 def _union(parts: Sequence[_Places | None]) -> _Places | None:

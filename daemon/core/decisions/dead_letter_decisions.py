@@ -69,7 +69,7 @@ class DeadLetterDecisions:
     ) -> Iterator[tuple[Record, ...]]:
         """Make dead letters of what a trim removes from a backlog: the records of one slot, or nothing.
 
-        No row is read, so the dead letters have no time and no key hash.
+        No row is read, so the dead letters have no time, no key hash and no schedule id.
         """
         keys = keys_of(departure.gone | departure.waived)
         if not len(keys):
@@ -124,6 +124,7 @@ class DeadLetterDecisions:
             rows.ledger_id,
             entry_id[places],
             rows.key_hash if rows.key_hash.any() else None,
+            rows.schedule_ids,
         )
         return ReplayRecord(
             self._topic_id, self._incarnation, state.subscription_id, index_id, new, rows.dead_letter_id
@@ -161,6 +162,7 @@ class DeadLetterDecisions:
                 reason=np.full(len(rows), record.reason, np.uint8),
                 text_index=np.full(len(rows), int(bool(record.text)), np.uint32),
                 texts=("", record.text) if record.text else ("",),
+                schedule_ids=rows.schedule_ids,
             )
         )
         state.dead_letters_coming -= bitmap_of(record.dead_letter_id)

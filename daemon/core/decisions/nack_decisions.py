@@ -50,6 +50,7 @@ from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, Mask, bitmap
 from daemon.core.key_shared.key_share import KeyShared
 from storage_backends.formats.index_ids import batch_parts_of, of_part, part_entry_id
 from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.schedule_ids import ScheduleIds
 from storage_backends.formats.slot_format import DeadLetterReason, NackRecord, Record
 
 
@@ -58,9 +59,9 @@ class NackBatch:
     """Distinct positions to acknowledge negatively, n of them.
 
     `deliver_at_ms` is 0 if Tarry has not delivered a position, or its time is unknown. `delay_ms` is u64[n], or None to
-    follow the policy. `key_hash` is u32[n] for positions without a row, or None. With `reject` they become dead
-    letters, with `text` as the reason. With `forwarded`, positions that the subscription is no longer owed are
-    delivered again.
+    follow the policy. `key_hash` is u32[n] for positions without a row, or None; likewise `schedule_ids`. With `reject`
+    they become dead letters, with `text` as the reason. With `forwarded`, positions that the subscription is no longer
+    owed are delivered again.
     """
 
     positions: HeldPositions
@@ -69,6 +70,7 @@ class NackBatch:
     reject: bool = False
     text: str = ""
     forwarded: bool = False
+    schedule_ids: ScheduleIds | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -93,6 +95,7 @@ class NackBatch:
             positions=self.positions.take(chosen),
             delay_ms=None if self.delay_ms is None else self.delay_ms[chosen],
             key_hash=None if self.key_hash is None else self.key_hash[chosen],
+            schedule_ids=None if self.schedule_ids is None else self.schedule_ids.take(chosen),
         )
 
     @property
@@ -512,7 +515,7 @@ class NackDecisions:
                 continue
             chosen = asked.take(here)
             index_id = batch_parts_of(state.subscription_id)
-            new = _part_rows(chosen.positions, rows.rows.deliver_at_ms, rows.rows.key_hash)
+            new = _part_rows(chosen.positions, rows.rows.deliver_at_ms, rows.rows.key_hash, rows.rows.schedule_ids)
             counts = np.maximum(_counted_once_more(rows, chosen.positions.redelivery_count), self._above(state, new))
             records += self._decide_new(state, index_id, new, counts, chosen.how, terms)
             stays = np.ones(len(left), np.bool_)
@@ -528,11 +531,12 @@ class NackDecisions:
         times_ms = np.minimum(strange.positions.deliver_at_ms, np.uint64(terms.now_ms))
         if not parts.all():
             nack = strange.take(~parts)
-            rows = Rows(times_ms[~parts], nack.positions.ledger_id, nack.positions.entry_id, nack.key_hash)
+            positions = nack.positions
+            rows = Rows(times_ms[~parts], positions.ledger_id, positions.entry_id, nack.key_hash, nack.schedule_ids)
             yield from self._decide_ordinary(state, rows, nack.first_counts, nack.how, terms)
         if parts.any():
             nack = strange.take(parts)
-            rows = _part_rows(nack.positions, times_ms[parts], nack.key_hash)
+            rows = _part_rows(nack.positions, times_ms[parts], nack.key_hash, nack.schedule_ids)
             index_id = batch_parts_of(state.subscription_id)
             yield from self._decide_new(state, index_id, rows, nack.first_counts, nack.how, terms)
 
@@ -558,7 +562,8 @@ class NackDecisions:
         named = nack.take(places)
         if named.key_hash is not None:
             key_hash = np.where(key_hash == 0, named.key_hash, key_hash)
-        rows = Rows(named.positions.deliver_at_ms, named.positions.ledger_id, named.positions.entry_id, key_hash)
+        positions = named.positions
+        rows = Rows(positions.deliver_at_ms, positions.ledger_id, positions.entry_id, key_hash, named.schedule_ids)
         left = np.ones(len(nack), np.bool_)
         left[places] = False
         decided = self._decide_plans(state, key_shared, rows, named.first_counts, named.how, terms)
@@ -646,10 +651,13 @@ def _parts_of(index: Index, entries: HeldPositions) -> BitMap64:
     return keys_of_entries(index, whole.ledger_id, whole.entry_id)
 
 
-def _part_rows(parts: HeldPositions, deliver_at_ms: U64, key_hash: U32 | None) -> Rows:
+def _part_rows(
+    parts: HeldPositions, deliver_at_ms: U64, key_hash: U32 | None, schedule_ids: ScheduleIds | None
+) -> Rows:
     if parts.batch_index is None:
         raise ValueError("positions without batch indexes are no parts")
-    return Rows(deliver_at_ms, parts.ledger_id, part_entry_id(parts.entry_id, parts.batch_index), key_hash)
+    entry_id = part_entry_id(parts.entry_id, parts.batch_index)
+    return Rows(deliver_at_ms, parts.ledger_id, entry_id, key_hash, schedule_ids)
 
 
 def _counted_once_more(rows: KeyedRows, named: U32 | None) -> U32:

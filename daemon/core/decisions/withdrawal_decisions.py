@@ -21,10 +21,11 @@ from daemon.core.decisions.subscription_state import SubscriptionState
 from daemon.core.index import entitlement
 from daemon.core.index.index import Index
 from daemon.core.index.indexes import Indexes
-from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, bitmap_of, keys_of
+from daemon.core.index.position_keys import UNKNOWN_KEY, KeyedRows, bitmap_of, contained, keys_of
 from daemon.errors import InvalidArgument, InvariantViolated
 from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.row_columns import U32, U64, Rows
+from storage_backends.formats.schedule_ids import ScheduleIds
 from storage_backends.formats.slot_format import GoneReason, GoneRecord, RescheduleRecord, WaiveRecord
 
 Mask = npt.NDArray[np.bool_]
@@ -32,13 +33,17 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class RescheduleBatch:
-    """Positions and their new times: columns of n rows, with exactly one of `deliver_at_ms` and `delay_ms`."""
+    """Positions and their new times: columns of n rows, with exactly one of `deliver_at_ms` and `delay_ms`.
+
+    `schedule_ids` are those of n rows, or None if none has one.
+    """
 
     ledger_id: U64
     entry_id: U64
     deliver_at_ms: U64 | None
     delay_ms: U64 | None
     key_hash: U32 | None
+    schedule_ids: ScheduleIds | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -180,9 +185,12 @@ class WithdrawalDecisions:
 
         Everything due must have been passed, and nothing may be staged. `rows` are the new rows of the positions, in
         their order; in the shared index all are stored later than `floor_ms`. `admit` is called with the new rows
-        before anything changes. Raises InvalidArgument as `stage_cancel` does, and the errors of `admit`.
+        before anything changes. Raises InvalidArgument as `stage_cancel` does, and if a row would lose its schedule id;
+        raises the errors of `admit`.
         """
         decision = self._decide(asked, rows_max)
+        for leave in decision.leaves:
+            _check_ids_named(leave, rows)
         records: list[RescheduleRecord] = []
         raised_index = np.empty(0, np.uint32)
         raised_rows, raised = add_decisions.raised(rows, floor_ms)
@@ -277,6 +285,23 @@ def _part(index: Index, ledger_id: U64, entry_id: U64) -> _Part:
     keys = index.pages.find(ledger_id, entry_id)
     known = keys != UNKNOWN_KEY
     return _Part(index, keys, bitmap_of(keys if known.all() else keys[known]))
+
+
+def _check_ids_named(leave: _Leave, rows: Rows) -> None:
+    """Raise InvalidArgument unless the new row of each row with a schedule id has one: the old row is not read."""
+    with_ids = leave.index.with_ids_among(leave.keys)
+    if not with_ids:
+        return
+    keys = leave.index.pages.find(rows.ledger_id, rows.entry_id)
+    lost = leave.chosen & contained(keys, with_ids)
+    if rows.schedule_ids is not None:
+        lost &= rows.schedule_ids.lengths == 0
+    if lost.any():
+        place = int(np.flatnonzero(lost)[0])
+        raise InvalidArgument(
+            f"schedule_id is empty for ledger {rows.ledger_id[place]}, entry {rows.entry_id[place]}, whose row has a "
+            "schedule id; it must be named to reschedule the row"
+        )
 
 
 def _states_of(part: _Part) -> tuple[BitMap64, BitMap64]:

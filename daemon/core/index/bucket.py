@@ -58,11 +58,13 @@ class Bucket:
     """The sets of one bucket. `gone` is None in the mutable bucket, from which gone positions are removed.
 
     `name` is the object name, empty for the mutable bucket. `index_id` is the index of its rows. `pages` are the
-    ordinals of the pages that it has or had positions of. `levels` is called with what is passed or gone; None while
-    the bucket is in no index. Counts are maintained, never taken from a bitmap.
+    ordinals of the pages that it has or had positions of. `with_ids` are the positions of rows with a schedule id, gone
+    ones included; None means that there are none. `levels` is called with what is passed or gone; None while the bucket
+    is in no index. Counts are maintained, never taken from a bitmap.
     """
 
     pages: BitMap
+    with_ids: BitMap64 | None
 
     def __init__(self, name: str, present: BitMap64, gone: GoneSet | None, index_id: int) -> None:
         self.name = name
@@ -70,6 +72,7 @@ class Bucket:
         self.present = present
         self.passed = BitMap64()
         self.gone = gone
+        self.with_ids = None
         self.levels: LevelRows | None = None
         self.acknowledged: dict[int, BitMap64] = {}
         self.present_rows = len(present)
@@ -159,9 +162,11 @@ class SealedBucket(Bucket):
         present: BitMap64,
         gone: GoneSet,
         pages: PageTable,
+        with_ids: BitMap64 | None = None,
     ) -> None:
         super().__init__(live.object.name, present, gone, live.subscription_id)
         self.live = live
+        self.with_ids = with_ids
         # The counts of the topic, while the bucket is in an index
         self.counts: EmptiedCounted | None = None
         self.table = SegmentTable(segments)

@@ -74,7 +74,8 @@ class StagedKeys:
 class BucketCounts:
     """Counts of the buckets of one topic, and lists of those that need work.
 
-    `added_rows` counts rows of the mutable buckets, as `MutableBucket.added_rows`. `sealing` is the largest number of
+    `added_rows` counts rows of the mutable buckets, as `MutableBucket.added_rows`, and `added_id_bytes` their schedule
+    ids. `sealing` is the largest number of
     uncommitted seals of an index. `empty` has the sealed buckets whose rows are all gone, and `readable` those whose
     objects can be read, by name; `merged_away` those that wait for their merged bucket. `in_memory` has the buckets in
     memory that have or had rows.
@@ -82,6 +83,7 @@ class BucketCounts:
 
     def __init__(self) -> None:
         self.added_rows = 0
+        self.added_id_bytes = 0
         self.sealing = 0
         self.empty: dict[str, SealedBucket] = {}
         self.readable: dict[str, SealedBucket] = {}
@@ -125,9 +127,14 @@ class BucketCounts:
             highest, first_ms = self._extremes
             self._extremes = max(highest, bucket.highest_ledger_id), earliest(first_ms, bucket.first_row_at_ms)
 
+    def ids_came(self, size_bytes: int) -> None:
+        """Count schedule ids of rows that a bucket has taken in."""
+        self.added_id_bytes += size_bytes
+
     def _filling_left(self, bucket: MutableBucket) -> None:
         if self._filling.pop(bucket.index_id, None) is not None:
             self.added_rows -= bucket.added_rows
+            self.added_id_bytes -= bucket.added_id_bytes
             self._extremes = None if self._filling else (0, None)
 
     # ---- seals
@@ -331,6 +338,14 @@ class Index:
                 found |= bucket.present & asked
         return found
 
+    def with_ids_among(self, asked: BitMap64) -> BitMap64:
+        """Return the positions that have a row with a schedule id that is not gone."""
+        found = BitMap64()
+        for bucket in self.that_may_have(asked):
+            if bucket.with_ids is not None and bucket.with_ids.intersect(asked):
+                found |= bucket.with_ids & asked & bucket.present
+        return found
+
     def that_may_have(self, keys: BitMap64) -> list[Bucket]:
         """Return the buckets that may have the positions: few of many if all are of one page, as adds usually are."""
         if keys:
@@ -502,7 +517,7 @@ class Index:
             for number, (first, end) in enumerate(sealed.table.row_ranges()):
                 if end > start and int(sealed.table.min_ms[number]) <= near_ms:
                     # A copy: a view would keep all rows of the bucket in memory.
-                    self.cache.put(sealed.name, number, rows.take(np.arange(first, end)))
+                    self.cache.put(sealed.name, number, rows.take(np.arange(first, end)).compact())
         elif memory.present_rows:
             raise InvariantViolated(f"bucket {memory.name} was sealed empty with {memory.present_rows} rows present")
         memory.release_pages()
@@ -520,7 +535,7 @@ class Index:
         if end <= first:
             return first, SortedRun(KeyedRows.empty())
         mixed = rows.take(slice(first, end))
-        return end, SortedRun(mixed.take(contained(mixed.keys, memory.present - memory.passed)))
+        return end, SortedRun(mixed.take(contained(mixed.keys, memory.present - memory.passed)).compact())
 
     def add_sealed(self, bucket: SealedBucket) -> None:
         self.sealed[bucket.name] = bucket

@@ -427,10 +427,11 @@ class Indexes(Mapping[int, Index]):
 
         `elapsed_ms` is of a clock that never steps.
         """
-        rows, began_ms = self._counts.added_rows, self._counts.first_row_at_ms
+        counts = self._counts
+        rows, began_ms = counts.added_rows, counts.first_row_at_ms
         return began_ms is not None and (
             rows >= limits.rows_max
-            or rows * ROW_BYTES >= limits.size_max_bytes
+            or rows * ROW_BYTES + counts.added_id_bytes >= limits.size_max_bytes
             or elapsed_ms - began_ms >= limits.age_max_ms
         )
 

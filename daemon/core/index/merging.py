@@ -102,14 +102,16 @@ def _fewest_rows(ordered: Sequence[MergeCandidate], length: int, rows_max: int) 
 class MergedBucket:
     """A merged bucket of the manifest, in the keys of its index, to be adopted once.
 
-    `positions` are those of all its rows. `kept` has the row origin: the positions that came from each source, and from
-    the sources of its sources. So a daemon that missed a merge in between finds the buckets that it knows.
+    `positions` are those of all its rows, `with_ids` those of rows with schedule ids, or None. `kept` has the row
+    origin: the positions that came from each source, and from the sources of its sources. So a daemon that missed a
+    merge in between finds the buckets that it knows.
     """
 
     live: LiveBucket
     segments: SegmentInfos
     positions: BitMap64
     kept: Mapping[str, BitMap64]
+    with_ids: BitMap64 | None = None
 
     @staticmethod
     def of(pages: PageTable, live: LiveBucket, table: BucketTable, metadata: BucketMetadata) -> MergedBucket:
@@ -119,6 +121,7 @@ class MergedBucket:
             segments=table.segments,
             positions=pages.find_stored(metadata.positions),
             kept={each.source: pages.find_stored(each.positions) for each in metadata.kept},
+            with_ids=pages.find_stored(metadata.id_positions) or None,
         )
 
     @property
@@ -174,7 +177,9 @@ def inherited(
     present = merged.positions
     present -= gone
     _check_present(merged, sources)
-    bucket = SealedBucket(merged.live, merged.segments, present=present, gone=GoneSet(gone), pages=pages)
+    bucket = SealedBucket(
+        merged.live, merged.segments, present=present, gone=GoneSet(gone), pages=pages, with_ids=merged.with_ids
+    )
     bucket.passed = _united([source.passed for source in sources])
     bucket.passed_rows = sum(source.passed_rows for source in sources)
     for number in {number for source in sources for number in source.acknowledged}:

@@ -24,6 +24,7 @@ from daemon.core.index.runs import RUNS_MAX, FifoRuns, Ranges, SortedRun, Tiered
 from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import SHARED
 from storage_backends.formats.row_columns import U32, U64, Index, Rows
+from storage_backends.formats.schedule_ids import IdPieces, ScheduleIds
 
 # Small, since a topic has several logs and many topics have few rows
 _FIRST_CAPACITY = 64
@@ -32,18 +33,21 @@ Number = TypeVar("Number", bound=np.generic)
 
 
 class RowLog:
-    """Rows with positions in the page table: 16 bytes each, 20 with key hashes.
+    """Rows with positions in the page table: 16 bytes each, 20 with key hashes, 8 more and the id with schedule ids.
 
-    Adding a single row creates no object that stays.
+    Adding a single row creates no object that stays. Logs of the same rows share the pieces of their ids.
     """
 
-    def __init__(self, pages: PageTable) -> None:
+    def __init__(self, pages: PageTable, id_pieces: IdPieces) -> None:
         self._pages = pages
+        self._id_pieces = id_pieces
         self._rows = 0
         self._capacity = _FIRST_CAPACITY
         self._keys = np.empty(_FIRST_CAPACITY, np.uint64)
         self._deliver_at_ms = np.empty(_FIRST_CAPACITY, np.uint64)
         self._key_hash: U32 | None = None
+        # References to pieces, 0 for a row without an id
+        self._id_references: U64 | None = None
 
     def __len__(self) -> int:
         return self._rows
@@ -63,6 +67,11 @@ class RowLog:
         """The key hashes, u32[n], 0 for a row without one; None if no row has one."""
         return None if self._key_hash is None else self._key_hash[: self._rows]
 
+    @property
+    def schedule_ids(self) -> ScheduleIds | None:
+        """The schedule ids of n rows; None if no row has one."""
+        return None if self._id_references is None else self._id_pieces.column(self._id_references[: self._rows])
+
     def append(self, rows: KeyedRows) -> None:
         first, end = self._rows, self._rows + len(rows.keys)
         if end > self._capacity:
@@ -71,12 +80,19 @@ class RowLog:
             self._deliver_at_ms = _grown(self._deliver_at_ms, self._capacity)
             if self._key_hash is not None:
                 self._key_hash = _grown(self._key_hash, self._capacity)
+            if self._id_references is not None:
+                self._id_references = _grown(self._id_references, self._capacity)
         if rows.rows.key_hash is not None and self._key_hash is None:
             self._key_hash = np.zeros(self._capacity, np.uint32)
         self._keys[first:end] = rows.keys
         self._deliver_at_ms[first:end] = rows.rows.deliver_at_ms
         if self._key_hash is not None:
             self._key_hash[first:end] = 0 if rows.rows.key_hash is None else rows.rows.key_hash
+        ids = rows.rows.schedule_ids
+        if ids is not None and self._id_references is None:
+            self._id_references = np.zeros(self._capacity, np.uint64)
+        if self._id_references is not None:
+            self._id_references[first:end] = 0 if ids is None else self._id_pieces.take_in(ids)
         self._rows = end
 
     def take(self, index: Index) -> KeyedRows:
@@ -85,7 +101,9 @@ class RowLog:
         keys = self._keys[:end][index]
         ledger_id, entry_id = self._pages.places.positions(keys)
         key_hash = None if self._key_hash is None else self._key_hash[:end][index]
-        return KeyedRows(Rows(self._deliver_at_ms[:end][index], ledger_id, entry_id, key_hash), keys)
+        references = self._id_references
+        ids = None if references is None else self._id_pieces.column(references[:end][index])
+        return KeyedRows(Rows(self._deliver_at_ms[:end][index], ledger_id, entry_id, key_hash, ids), keys)
 
 
 def _grown(column: npt.NDArray[Number], capacity: int) -> npt.NDArray[Number]:
@@ -126,6 +144,7 @@ class MutableRows:
     keys: U64
     deliver_at_ms: U64
     key_hash: U32 | None
+    schedule_ids: ScheduleIds | None
     present: BitMap64
     acknowledged: dict[int, BitMap64]
 
@@ -141,13 +160,16 @@ class MutableRows:
         keys = self.keys[index]
         ledger_id, entry_id = self.pages.positions(keys)
         key_hash = None if self.key_hash is None else self.key_hash[index]
-        return KeyedRows(Rows(self.deliver_at_ms[index], ledger_id, entry_id, key_hash), keys)
+        ids = None if self.schedule_ids is None else self.schedule_ids.take(index)
+        return KeyedRows(Rows(self.deliver_at_ms[index], ledger_id, entry_id, key_hash, ids), keys)
 
 
 class RowsCounted(Protocol):
-    """The port that is called with the number of rows that a mutable bucket takes in."""
+    """The port that is called with the number of rows that a mutable bucket takes in, and the size of their ids."""
 
     def rows_came(self, bucket: MutableBucket, rows: int) -> None: ...
+
+    def ids_came(self, size_bytes: int) -> None: ...
 
 
 class MutableBucket(Bucket):
@@ -166,18 +188,21 @@ class MutableBucket(Bucket):
         self._pages = pages
         self._counts = counts
         self.pages = BitMap()
-        self._came = RowLog(pages)
+        id_pieces = IdPieces()
+        self._came = RowLog(pages, id_pieces)
         self._fifo = FifoRuns(runs_max=fifo_runs_max)
         self._loose = Ranges()
         self._runs = TieredRuns()
         self._horizon_ms = horizon_ms
         self._far_min_ms: int | None = None
+        # Size of the schedule ids of the rows added, including those that have left (bytes)
+        self.added_id_bytes = 0
         self.highest_ledger_id = 0
         self.first_row_at_ms: int | None = None
         # Upper bound of the rows' due times (Unix ms)
         self.last_due_ms = 0
         # Passed rows in the order of passing: a subscription that reads behind finds them here.
-        self.passed_log = RowLog(pages)
+        self.passed_log = RowLog(pages, id_pieces)
         # Upper bound of the passed rows' due times (Unix ms)
         self.passed_until_ms: int | None = None
         self._left = BitMap64()
@@ -235,6 +260,8 @@ class MutableBucket(Bucket):
         self.present |= added
         self.present_rows += len(rows)
         self._came.append(rows)
+        if rows.rows.schedule_ids is not None or self.with_ids is not None:
+            self._take_in_ids(rows, added)
         if self._left.intersect(added):
             again = self._left & added
             self._came_back |= again
@@ -243,6 +270,17 @@ class MutableBucket(Bucket):
         self.last_due_ms = max(self.last_due_ms, int(rows.rows.deliver_at_ms.max()))
         if self._counts is not None:
             self._counts.rows_came(self, len(rows))
+
+    def _take_in_ids(self, rows: KeyedRows, added: BitMap64) -> None:
+        """Note which of the positions have a schedule id now."""
+        with_ids = BitMap64() if self.with_ids is None else self.with_ids - added
+        ids = rows.rows.schedule_ids
+        if ids is not None and (size_bytes := ids.size_bytes):
+            with_ids |= bitmap_of(rows.keys[ids.lengths != 0])
+            self.added_id_bytes += size_bytes
+            if self._counts is not None:
+                self._counts.ids_came(size_bytes)
+        self.with_ids = with_ids or None
 
     @property
     def added_rows(self) -> int:
@@ -333,7 +371,9 @@ class MutableBucket(Bucket):
     def columns_of(self, present: BitMap64, acknowledged: dict[int, BitMap64]) -> MutableRows:
         """Return the columns as they are now, with other sets than the bucket has."""
         came = self._came
-        return MutableRows(self._pages, came.keys, came.deliver_at_ms, came.key_hash, present, acknowledged)
+        return MutableRows(
+            self._pages, came.keys, came.deliver_at_ms, came.key_hash, came.schedule_ids, present, acknowledged
+        )
 
     def begin_seal(self, name: str) -> None:
         """Give the bucket the name of its future object, and record what is gone from now on."""
@@ -370,7 +410,7 @@ class _LastRows:
         self._parts.append(part)
 
     def are_last(self, rows: KeyedRows) -> npt.NDArray[np.bool_]:
-        """Return the mask of rows with the time and key hash of the last ones of their positions."""
+        """Return the mask of rows with the time, key hash and schedule id of the last ones of their positions."""
         found = np.zeros(len(rows), np.bool_)
         left = np.arange(len(rows))
         for part in reversed(self._parts):
@@ -381,6 +421,9 @@ class _LastRows:
             last = part.take(places)
             same = known & (last.rows.deliver_at_ms == asked.rows.deliver_at_ms)
             same &= last.key_hash() == asked.key_hash()
+            if last.rows.schedule_ids is not None or asked.rows.schedule_ids is not None:
+                ids = zip(last.rows.listed_ids(), asked.rows.listed_ids(), strict=True)
+                same &= np.array([one == other for one, other in ids], np.bool_)
             found[left[same]] = True
             left = left[~known]
         return found

@@ -172,6 +172,14 @@ class KeyedRows:
         counts = None if self.redelivery_count is None else self.redelivery_count[index]
         return KeyedRows(self.rows.take(index), self.keys[index], counts)
 
+    def compact(self) -> KeyedRows:
+        """Return the same rows, to keep: other ids that came with theirs can be freed."""
+        ids = self.rows.schedule_ids
+        kept = None if ids is None else ids.compact()
+        return (
+            self if kept is ids else dataclasses.replace(self, rows=dataclasses.replace(self.rows, schedule_ids=kept))
+        )
+
     def counts(self) -> U32:
         """Return the redelivery counts, u32[n]."""
         return np.zeros(len(self), np.uint32) if self.redelivery_count is None else self.redelivery_count

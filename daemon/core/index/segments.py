@@ -16,6 +16,8 @@ from storage_backends.formats.bucket_format import SegmentInfos
 
 # Three u64 columns and the keys, including key hashes
 LOADED_ROW_BYTES = 36
+# A reference of a row to its schedule id
+_ID_REFERENCE_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class SegmentCache:
         self._of_bucket: dict[str, set[int]] = {}
         self._spent: set[tuple[str, int]] = set()
         self._spent_rows = 0
+        # Loaded rows; schedule ids count as the rows that would take as much memory
         self.rows = 0
 
     def get(self, bucket: str, number: int) -> KeyedRows | None:
@@ -103,7 +106,7 @@ class SegmentCache:
         rows = self._segments.get((bucket, number))
         if rows is not None and (bucket, number) not in self._spent:
             self._spent.add((bucket, number))
-            self._spent_rows += len(rows)
+            self._spent_rows += taken_by(rows)
             self._segments.move_to_end((bucket, number), last=False)
 
     def rows_of(self, bucket: str) -> int:
@@ -116,23 +119,31 @@ class SegmentCache:
         self.discard(bucket, number)
         self._segments[bucket, number] = rows
         self._of_bucket.setdefault(bucket, set()).add(number)
-        self.rows += len(rows)
+        self.rows += taken_by(rows)
         while self.rows > self._budget_rows and len(self._segments) > 1:
             self.discard(*next(iter(self._segments)))
 
     def discard(self, bucket: str, number: int) -> None:
         rows = self._segments.pop((bucket, number), None)
         if rows is not None:
-            self.rows -= len(rows)
+            self.rows -= taken_by(rows)
             self._of_bucket[bucket].discard(number)
             if (bucket, number) in self._spent:
                 self._spent.remove((bucket, number))
-                self._spent_rows -= len(rows)
+                self._spent_rows -= taken_by(rows)
 
     def discard_bucket(self, bucket: str) -> None:
         for number in tuple(self._of_bucket.get(bucket, ())):
             self.discard(bucket, number)
         self._of_bucket.pop(bucket, None)
+
+
+def taken_by(rows: KeyedRows) -> int:
+    """Return how many rows without ids take as much memory."""
+    ids = rows.rows.schedule_ids
+    if ids is None:
+        return len(rows)
+    return len(rows) + (_ID_REFERENCE_BYTES * len(rows) + ids.size_bytes) // LOADED_ROW_BYTES
 
 
 class SegmentCursor:

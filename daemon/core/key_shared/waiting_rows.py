@@ -47,13 +47,13 @@ class _Part:
         taken = self.rows.take(self.places[chosen])
         self.places = self.places[~chosen]
         if 2 * len(self.places) < len(self.rows):
-            self.rows, self.slots = self.rows.take(self.places), self.slots[self.places]
+            self.rows, self.slots = self.rows.take(self.places).compact(), self.slots[self.places]
             self.places = np.arange(len(self.rows))
         return taken
 
 
 def _part_of(rows: KeyedRows) -> _Part:
-    return _Part(rows, slots_of(rows.key_hash()), np.arange(len(rows)))
+    return _Part(rows.compact(), slots_of(rows.key_hash()), np.arange(len(rows)))
 
 
 class WaitingRows:

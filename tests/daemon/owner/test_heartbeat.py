@@ -33,6 +33,7 @@ def beat_of(sequence: int, instance: str = "first") -> heartbeat.Heartbeat:
         manifests=(11, 12),
         instance=instance,
         sequence=sequence,
+        features=("schedule_ids",),
     )
 
 
@@ -152,7 +153,7 @@ async def test_a_beat_tells_which_requirements_of_manifests_are_met(monkeypatch:
     beating = await start(store, clock, lambda: heartbeat.LogState("log", 7))
     seen = heartbeat.read_heartbeat(store, "north")
     assert seen is not None
-    assert seen.features == tuple(sorted(requirements.KNOWN)) == (), "none is met before all of it is built"
+    assert seen.features == tuple(sorted(requirements.KNOWN)) == ("schedule_ids",)
     monkeypatch.setattr(requirements, "KNOWN", frozenset({"b", "a"}))
     await clock.advance(3.0)
     seen = heartbeat.read_heartbeat(store, "north")

@@ -16,7 +16,7 @@ from daemon.owner import engine
 from daemon.runtime.failure_scope import NewerData
 from daemon.shard import topic_loading
 from storage_backends import topic_manifest
-from storage_backends.formats import bucket_format, checkpoint_format, manifest, names, segment
+from storage_backends.formats import bucket_format, checkpoint_format, manifest, names, requirements, segment
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.schedule_ids import ScheduleIds
 from tests._support.engine_fixture import Daemon, EngineFixture
@@ -29,6 +29,12 @@ TOPICS = topic_of_each(SHARDS)
 TOPIC = TOPICS[SHARD]
 NEIGHBOUR = topic_of(SHARD, SHARDS, "n")
 LOOKED_S = 2 * max(engine.DAMAGED_LOOK_S, topic_loading.DAMAGED_LOOK_S)
+
+
+@pytest.fixture(autouse=True)
+def _without_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Daemons that know no version 2."""
+    monkeypatch.setattr(requirements, "KNOWN", frozenset())
 
 
 def with_ids(ledger_id: int) -> Rows:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from storage_backends.formats import column_format, format_errors, schedule_ids, segment
 from storage_backends.formats.column_format import Columns
 from storage_backends.formats.row_columns import HASH_ROWS, Rows, id_hash
-from storage_backends.formats.schedule_ids import ScheduleIds
+from storage_backends.formats.schedule_ids import IdPieces, ScheduleIds
 from tests.storage_backends.formats._support import examples, forging
 
 MEMORY_MAX_BYTES = 64 << 20
@@ -198,3 +198,32 @@ def test_a_segment_ends_before_its_ids_are_too_long_for_a_message() -> None:
     limits = segment.SegmentLimits(rows_max=-1)
     assert segment.cut(due, limits, lengths) == [(0, 1 << 20), (1 << 20, 2 << 20), (2 << 20, 3_000_000)]
     assert segment.cut(due, limits) == [(0, 3_000_000)]
+
+
+def test_ids_of_another_column_stay_as_they_are_when_more_come() -> None:
+    """Also if what is unused of a block has the same bytes."""
+    one, other = IdPieces(), IdPieces()
+    of_one = one.column(one.take_in(examples.ids_of([b"\0\0"])))
+    first = other.take_in(examples.ids_of([b"\0"]))
+    taken = other.take_in(of_one)
+    later = other.take_in(examples.ids_of([b"order"]))
+    assert other.column(np.concatenate([first, taken, later])).tolist() == [b"\0", b"\0\0", b"order"]
+    assert one.column(one.take_in(of_one)).tolist() == [b"\0\0"]
+
+
+@given(parts=st.lists(examples.id_columns(3) | examples.id_columns(300), max_size=8), data=st.data())
+def test_a_column_that_grows_keeps_its_ids(parts: list[ScheduleIds], data: st.DataObject) -> None:
+    pieces, references, expected = IdPieces(), [np.empty(0, np.uint64)], []
+    for part in parts:
+        references.append(pieces.take_in(part))
+        expected += part.tolist()
+        if data.draw(st.booleans()):
+            # Its own ids come again, as those of rows that have been passed.
+            own = pieces.column(np.concatenate(references)).take(slice(0, 5))
+            references.append(pieces.take_in(own))
+            expected += own.tolist()
+    column = pieces.column(np.concatenate(references))
+    assert column.tolist() == expected
+    assert column.gathered() == b"".join(expected)
+    few = column.take(slice(0, 2))
+    assert few.compact().tolist() == few.tolist()

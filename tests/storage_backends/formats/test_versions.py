@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from storage_backends.formats import (
@@ -224,13 +223,6 @@ def test_a_topic_with_ids_requires_that_they_are_known() -> None:
         with pytest.raises(ValueError, match="does not require schedule_ids"):
             dataclasses.replace(plain, **changes)
         dataclasses.replace(plain, **changes, requires=("schedule_ids",))
-
-
-def test_a_nack_has_ids_only_of_rows_that_it_adds() -> None:
-    counts = np.ones(len(WITH_IDS), np.uint32)
-    slot_format.NackRecord("id", 1, 2, 0, WITH_IDS, WITH_IDS.deliver_at_ms, counts, True)
-    with pytest.raises(ValueError, match="have their schedule ids already"):
-        slot_format.NackRecord("id", 1, 2, 0, WITH_IDS, WITH_IDS.deliver_at_ms, counts)
 
 
 def test_records_that_become_one_keep_the_ids_of_their_rows() -> None:

@@ -35,6 +35,7 @@ from storage_backends.formats import checkpoint_format, manifest, slot_format
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.log_slot_format import ShardSlot
 from storage_backends.formats.row_columns import U32
+from storage_backends.formats.schedule_ids import ScheduleIds
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.memory_store import MemoryStore
 from tests._support.virtual_loop import InlineExecutor
@@ -59,6 +60,7 @@ def batch_of(
     delay_ms: Sequence[int] | None = None,
     key_hash: Sequence[int] | None = None,
     return_already_due: bool = False,
+    schedule_ids: Sequence[bytes] | None = None,
 ) -> AddBatch:
     return AddBatch(
         ledger_id=np.array([ledger for ledger, _ in positions], np.uint64),
@@ -67,7 +69,15 @@ def batch_of(
         delay_ms=None if delay_ms is None else np.array(delay_ms, np.uint64),
         key_hash=None if key_hash is None else np.array(key_hash, np.uint32),
         return_already_due=return_already_due,
+        schedule_ids=ids_of(schedule_ids),
     )
+
+
+def ids_of(each: Sequence[bytes] | None) -> ScheduleIds | None:
+    """The column of these ids; empty bytes stand for none."""
+    if each is None:
+        return None
+    return ScheduleIds.of_piece(np.array(list(map(len, each)), np.uint64), b"".join(each))
 
 
 def claims_of(claims: Iterable[tuple[Position, int] | Claim]) -> HeldPositions:
@@ -124,6 +134,7 @@ class JournaledTopic:
         segment_limits: SegmentLimits | None = None,
         compatible: bool = False,
         backlog_limits: BacklogLimits = NO_BACKLOG_LIMITS,
+        requires: str = "",
     ) -> None:
         self.now_ms = now_ms
         self.elapsed_ms = 0
@@ -143,6 +154,8 @@ class JournaledTopic:
         self._changed_slot = 0
         create = topic_manifest.Create(topic="topic", topic_id=TOPIC_ID, epoch=EPOCH, applied=ShardSlot(0))
         self.tip = create.apply(None)
+        if requires:
+            self.tip = topic_manifest.RequireOfTopic(requirement=requires, epoch=EPOCH).apply(self.tip)
         self.core = self._new_core()
 
     def _new_core(self) -> TopicState:
@@ -427,6 +440,7 @@ class JournaledTopic:
                     present=memory.present,
                     gone=memory.gone_since_cut(),
                     pages=index.pages,
+                    with_ids=each.with_ids,
                 )
             rows = KeyedRows.empty() if each is None else each.rows
             near = self.now_ms if near_ms is None else near_ms

@@ -20,6 +20,7 @@ from daemon.core.backlog import nack_tracker, packed_rows
 from daemon.core.backlog.nack_tracker import NackTracker
 from daemon.core.index.position_keys import KeyedRows, PagePlaces, PageTable
 from storage_backends.formats.row_columns import U64, Rows
+from tests.daemon.core._support.journaled_topic import ids_of
 
 Position = tuple[int, int]
 FAR_MS = 1 << 45
@@ -40,6 +41,7 @@ class Nacked(NamedTuple):
     entry_id: int
     deliver_at_ms: int
     key_hash: int
+    schedule_id: bytes
 
 
 @contextlib.contextmanager
@@ -74,7 +76,9 @@ class NackTrackerMachine(RuleBasedStateMachine):
         keys = self.tables[index].intern(ledger_id, entry_id)
         own_time = np.array([deliver_at_ms if place % 3 else 0 for place in range(len(named))], np.uint64)
         hashes = np.array([key_hash * place for place in range(len(named))], np.uint32) if key_hash else None
-        rows = KeyedRows(Rows(own_time, ledger_id, entry_id, hashes), keys)
+        # Rows with and without ids come together, in one batch and in several.
+        ids = ids_of([b"order-%d" % place if place % 2 else b"" for place in range(len(named))]) if key_hash else None
+        rows = KeyedRows(Rows(own_time, ledger_id, entry_id, hashes, ids), keys)
         self.tracker.add(rows, np.array(times, np.uint64))
         self.nacked |= by_key(rows, np.array(times, np.uint64))
 
@@ -173,7 +177,7 @@ class NackTrackerMachine(RuleBasedStateMachine):
 
 def by_key(rows: KeyedRows, times: U64) -> dict[int, Nacked]:
     columns = (times, rows.rows.ledger_id, rows.rows.entry_id, rows.rows.deliver_at_ms, rows.key_hash())
-    values = zip(*(column.tolist() for column in columns), strict=True)
+    values = zip(*(column.tolist() for column in columns), rows.rows.listed_ids(), strict=True)
     return {key: Nacked(*value) for key, value in zip(rows.keys.tolist(), values, strict=True)}
 
 

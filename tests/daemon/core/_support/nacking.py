@@ -19,7 +19,7 @@ from daemon.core.decisions.subscription_state import SubscriptionState
 from storage_backends.formats.index_ids import is_of_batch_parts
 from storage_backends.formats.row_columns import U32, U64, Rows
 from storage_backends.formats.slot_format import AcknowledgeRecord, DeadLetterRecord, NackRecord, Record, ReplayRecord
-from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, claims_of
+from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, claims_of, ids_of
 from tests.daemon.core._support.oracle import Claim, Place
 from tests.daemon.core._support.redelivery_oracle import DeadLetter, Nack
 
@@ -65,6 +65,7 @@ def stage_nack(
     reject: bool = False,
     text: str = "",
     forwarded: bool = False,
+    schedule_ids: Sequence[bytes] | None = None,
 ) -> Decided:
     redelivery = topic.core.redelivery
     batch = NackBatch(
@@ -74,6 +75,7 @@ def stage_nack(
         reject,
         text,
         forwarded,
+        ids_of(schedule_ids),
     )
     assert not redelivery.is_staged(state, batch.positions, is_forwarded=bool(batch.may_get_rows.any()))
     records, left = redelivery.stage(state, batch, on)

@@ -275,6 +275,7 @@ class RedeliveryMachine(RedeliveryInvariants):
             reject=reject,
             text=text,
             forwarded=self.forwarded,
+            schedule_ids=None if key_hash is None else self.ids_of(key_hash),
         )
         self.check_decided(number, decided, expected)
         reasons = [self.oracle.why_ignored(number, claim, rules.now_ms) for claim in expected.ignored]

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant
 from pyroaring import BitMap64
 
 from daemon.core.decisions.subscription_state import SubscriptionState
+from daemon.core.index import segments
 from daemon.core.index.index import Index
 from daemon.core.index.indexes import Indexes
 from daemon.core.index.position_keys import keys_of
@@ -145,7 +146,7 @@ class RowInvariants(RuleBasedStateMachine):
 
     def memory_for_segments_is_bounded(self) -> None:
         cache = self.topic.core.indexes.cache
-        held = [len(rows) for rows in cache._segments.values()]
+        held = [segments.taken_by(rows) for rows in cache._segments.values()]
         assert cache.rows == sum(held)
         assert len(held) <= 1 or cache.rows <= cache._budget_rows
         assert cache.room_rows <= cache._budget_rows

@@ -16,7 +16,7 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from daemon.core.index.position_keys import KeyedRows
 from daemon.core.index.segments import LOADED_ROW_BYTES, SegmentRange
-from storage_backends.formats import position_bitmap
+from storage_backends.formats import position_bitmap, requirements
 from storage_backends.formats.segment import SegmentLimits
 from storage_backends.formats.slot_format import GoneRecord, WaiveRecord
 from tests.daemon.core._support.journaled_topic import (
@@ -55,6 +55,11 @@ def places_in(record: GoneRecord | WaiveRecord) -> set[Place]:
     return {(index, ledger, entry) for ledger, entry in zip(ledger_id.tolist(), entry_id.tolist(), strict=True)}
 
 
+def id_of(key_hash: int) -> bytes:
+    """The schedule id of a row that was added with this hash and with an id."""
+    return b"id %d" % key_hash
+
+
 class RowMachine(RowInvariants):
     """`budgets_rows`: what a run may choose as memory for segments."""
 
@@ -77,6 +82,8 @@ class RowMachine(RowInvariants):
         subscriptions: int,
         shared_index: bool,
     ) -> None:
+        # Buckets of one segment have no ids, those of several have some.
+        self.with_ids = rows_max < 1_000
         self.all_fit = (budget := data.draw(st.sampled_from(self.budgets_rows))) > 1_000
         self.topic = JournaledTopic(
             now_ms=START_MS,
@@ -84,6 +91,7 @@ class RowMachine(RowInvariants):
             ready_rows_max=ready_rows_max,
             segment_limits=SegmentLimits(time_step_ms=1_000, rows_max=rows_max, rows_min=0),
             compatible=compatible,
+            requires=requirements.SCHEDULE_IDS if self.with_ids else "",
         )
         for _ in range(subscriptions):
             self.create_subscription()
@@ -138,6 +146,7 @@ class RowMachine(RowInvariants):
                 delay_ms=[delay_ms for _, delay_ms, _ in batch] if relative else None,
                 key_hash=[key_hash for _, _, key_hash in rows] if keyed else None,
                 return_already_due=returned,
+                schedule_ids=self.ids_of([key_hash for _, _, key_hash in rows]) if keyed else None,
             ),
             to,
         )
@@ -329,16 +338,25 @@ class RowMachine(RowInvariants):
         assert len(rows) <= limit
         self.handed_out(number, dispatcher, rows)
 
+    def ids_of(self, key_hashes: list[int]) -> list[bytes] | None:
+        """The ids of rows with key hashes, if rows have ids: each is known by its hash, which the oracle knows."""
+        return list(map(id_of, key_hashes)) if self.with_ids else None
+
     def handed_out(self, number: int, dispatcher: int, rows: KeyedRows) -> None:
         ready = self.oracle.ready(number)
         subscriber = self.oracle.subscribers[number]
         times, places = rows.rows.deliver_at_ms.tolist(), self.places_of(rows.keys)
-        for at, deliver_at_ms, key_hash in zip(places, times, key_hashes_of(rows), strict=True):
+        hashes, ids = key_hashes_of(rows), rows.rows.listed_ids()
+        for at, deliver_at_ms, key_hash, schedule_id in zip(places, times, hashes, ids, strict=True):
             assert at not in subscriber.in_flight, f"{at} is handed out to two"
             assert at in ready, f"{at} is handed out, but not in the backlog"
             row = ready[at]
             assert deliver_at_ms == row.deliver_at_ms, f"{at} of {row.deliver_at_ms} comes as of {deliver_at_ms}"
             assert key_hash == row.key_hash, f"{at} comes with key hash {key_hash}, not {row.key_hash}"
+            may_have = {id_of(key_hash)} if self.with_ids else set()
+            # A row with hash 0 may have been added without hashes and ids.
+            may_have |= set() if self.with_ids and key_hash else {b""}
+            assert schedule_id in may_have, f"{at} with key hash {key_hash} comes with id {schedule_id!r}"
             subscriber.in_flight[at] = (dispatcher, deliver_at_ms)
 
     @precondition(lambda self: self.oracle.subscribers)

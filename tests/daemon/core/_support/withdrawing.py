@@ -14,7 +14,7 @@ import numpy as np
 from daemon.core.decisions.withdrawal_decisions import CancelOutcome, RescheduleOutcome, WithdrawalTarget
 from storage_backends.formats.row_columns import Rows
 from storage_backends.formats.slot_format import Record
-from tests.daemon.core._support.journaled_topic import JournaledTopic, Position
+from tests.daemon.core._support.journaled_topic import JournaledTopic, Position, ids_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +64,13 @@ def stage_reschedule(
     subscription_id: int | None = None,
     *,
     key_hash: Sequence[int] | None = None,
+    schedule_ids: Sequence[bytes] | None = None,
 ) -> tuple[Result, Sequence[Record]]:
     asked = decidable(topic, positions, subscription_id)
     times = [deliver_at_ms] * len(positions) if isinstance(deliver_at_ms, int) else deliver_at_ms
     ledgers, entries = (np.array(column, np.uint64) for column in zip(*positions, strict=True))
     hashes = None if key_hash is None else np.array(key_hash, np.uint32)
-    rows = Rows(np.array(times, np.uint64), ledgers, entries, hashes)
+    rows = Rows(np.array(times, np.uint64), ledgers, entries, hashes, ids_of(schedule_ids))
     records, outcome = topic.core.withdrawals.stage_reschedule(asked, rows, floor_ms=topic.core.floor_ms)
     for record in records:
         topic.staged.append(record)
@@ -88,8 +89,11 @@ def reschedule(
     subscription_id: int | None = None,
     *,
     key_hash: Sequence[int] | None = None,
+    schedule_ids: Sequence[bytes] | None = None,
 ) -> Result:
-    result, _ = stage_reschedule(topic, positions, deliver_at_ms, subscription_id, key_hash=key_hash)
+    result, _ = stage_reschedule(
+        topic, positions, deliver_at_ms, subscription_id, key_hash=key_hash, schedule_ids=schedule_ids
+    )
     topic.commit()
     return result
 

@@ -41,6 +41,8 @@ class WithdrawingMachine(RowMachine):
     def reschedule(self, chosen: list[tuple[Position, int, int]], to: int, keyed: bool, now: bool) -> None:
         own = self.decidable([at for at, _, _ in chosen], to)
         now_ms = self.topic.now_ms
+        # Rows with ids keep theirs only if the request names one.
+        keyed = keyed or self.with_ids
         rows = [(at, max(0, now_ms + delay_ms), key_hash if keyed else 0) for at, delay_ms, key_hash in chosen]
         expected, raised = self.oracle.reschedule(rows, own)
         result, _ = withdrawing.stage_reschedule(
@@ -49,6 +51,7 @@ class WithdrawingMachine(RowMachine):
             [deliver_at_ms for _, deliver_at_ms, _ in rows],
             own,
             key_hash=[key_hash for _, _, key_hash in rows] if keyed else None,
+            schedule_ids=self.ids_of([key_hash for _, _, key_hash in rows]) if keyed else None,
         )
         self.check(result, expected)
         assert dict(zip(result.raised, result.raised_deliver_at_ms, strict=True)) == raised

@@ -14,8 +14,9 @@ from daemon.core.backlog.dead_letter_rows import ALL, DeadLetterFilter, DeadLett
 from daemon.errors import InvariantViolated
 from storage_backends.formats.index_ids import NO_BATCH_INDEX
 from storage_backends.formats.row_columns import U64
+from storage_backends.formats.schedule_ids import ScheduleIds
 
-Letter = tuple[int, int, int, int, int, int, int, int, int, str]
+Letter = tuple[int, int, int, int, int, int, int, int, int, str, bytes]
 TEXTS = ("", "no such order", "broken")
 
 
@@ -23,25 +24,29 @@ def letter(number: int) -> Letter:
     """All columns differ from letter to letter."""
     part = NO_BATCH_INDEX if number % 2 else number
     times = (number * 1_000, number * 7_919 % (1 << 32), number % 5, 10_000 + number)
-    return (number, number // 10, number * 3, part, *times, 1 + number % 2, TEXTS[number % 3])
+    schedule_id = b"order-%d" % number if number % 4 else b""
+    return (number, number // 10, number * 3, part, *times, 1 + number % 2, TEXTS[number % 3], schedule_id)
 
 
 def rows(letters: list[Letter]) -> DeadLetterRows:
     if not letters:
         return DeadLetterRows.empty()
-    *columns, texts = zip(*letters, strict=True)
+    *columns, texts, ids = zip(*letters, strict=True)
     kinds = (np.uint64, np.uint64, np.uint64, np.uint32, np.uint64, np.uint32, np.uint32, np.uint64, np.uint8)
     table = tuple(dict.fromkeys(("", *texts)))
     text_index = np.array([table.index(text) for text in texts], np.uint32)
     values = [np.array(column, kind) for column, kind in zip(columns, kinds, strict=True)]
-    return DeadLetterRows(*values, text_index, table)  # type: ignore[arg-type, call-arg]
+    lengths = np.array(list(map(len, ids)), np.uint64)
+    schedule_ids = ScheduleIds.of_piece(lengths, b"".join(ids)) if any(ids) else None
+    return DeadLetterRows(*values, text_index, table, schedule_ids)  # type: ignore[arg-type, call-arg]
 
 
 def letters(found: DeadLetterRows) -> list[Letter]:
     assert found.texts[0] == ""
-    columns = [getattr(found, field.name).tolist() for field in dataclasses.fields(found)[:-2]]
+    columns = [getattr(found, field.name).tolist() for field in dataclasses.fields(found)[:-3]]
     texts = [found.texts[number] for number in found.text_index.tolist()]
-    return list(zip(*columns, texts, strict=True))
+    ids = [b""] * len(found) if found.schedule_ids is None else found.schedule_ids.tolist()
+    return list(zip(*columns, texts, ids, strict=True))
 
 
 def u64(*values: int) -> U64:
