@@ -17,6 +17,7 @@ from storage_backends.object_log import ObjectLog
 from tests._support.fault_store import Fault, FaultStore, Script
 from tests.storage_backends._support import log_slots
 from tests.storage_backends._support.log_slots import FENCER, LOG_ID
+from tests.storage_backends.formats._support import forging
 
 
 class Log:
@@ -210,7 +211,7 @@ def test_a_slot_of_another_version_is_not_taken_for_damage(log: Log) -> None:
     log.write(3)
     key = f"logs/{LOG_ID}/{3:020d}"
     body, metadata = log.memory.get_with_metadata(key)
-    log.memory.put(key, body[:4] + b"\x09\x00" + b"of another form" * 9, metadata=metadata)
+    log.memory.put(key, forging.with_header_checksum(body[:4] + b"\x09\x00" + body[6:]), metadata=metadata)
     with pytest.raises(object_store.Damaged, match="format version 9 is not known"):
         log.fence()
 
