@@ -231,7 +231,7 @@ class NegativeAcknowledge(_message.Message):
     """How often each was negatively acknowledged, this time included."""
     @_builtins.property
     def schedule_ids(self) -> _bucket_pb2.ScheduleIds:
-        """Absent when no row has one; only with `added`."""
+        """Absent when no row has one. Also of rows that are in the index: no row is read when they are replayed."""
 
     def __init__(
         self,
