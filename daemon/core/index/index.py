@@ -75,10 +75,9 @@ class BucketCounts:
     """Counts of the buckets of one topic, and lists of those that need work.
 
     `added_rows` counts rows of the mutable buckets, as `MutableBucket.added_rows`, and `added_id_bytes` their schedule
-    ids. `sealing` is the largest number of
-    uncommitted seals of an index. `empty` has the sealed buckets whose rows are all gone, and `readable` those whose
-    objects can be read, by name; `merged_away` those that wait for their merged bucket. `in_memory` has the buckets in
-    memory that have or had rows.
+    ids. `sealing` is the largest number of uncommitted seals of an index. `empty` has the sealed buckets whose rows are
+    all gone, and `readable` those whose objects can be read, by name; `merged_away` those that wait for their merged
+    bucket. `in_memory` has the buckets in memory that have or had rows.
     """
 
     def __init__(self) -> None:
