@@ -520,9 +520,11 @@ async def test_a_caller_that_watches_health_takes_no_part_of_the_budget(engine: 
     async with serving(engine, small) as edge:
         watch: Any = edge.caller.channel.unary_stream("/grpc.health.v1.Health/Watch")
         service = health_pb2.HealthCheckRequest(service="x" * 4_000).SerializeToString()
-        watches = [watch(service) for _ in range((512 << 10) // 4_000 + 1)]
-        for each in watches:
-            await each.read()
+        watches = []
+        for _ in range((512 << 10) // 4_000 + 1):
+            watches.append(watch(service))
+            # One after the other: few may wait for their turn.
+            await watches[-1].read()
         await edge.caller.unary("DelayedDelivery/AddMessages", ADD, timeout_s=5)
         for each in watches:
             each.cancel()
